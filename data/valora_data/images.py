@@ -16,11 +16,9 @@ UNREADABLE = (
     OSError, SyntaxError, ValueError, TypeError, KeyError, IndexError, EOFError, OverflowError,
     MemoryError, ImportError, struct.error, zlib.error, Image.DecompressionBombError,
 )  # fmt: skip
-"""What Pillow raises for damaged files. ImportError: Ultralytics, once imported, makes it look for
-plugins."""
+"""What Pillow raises for damaged files; and, once Ultralytics is imported, for missing plugins."""
 PROGRAMS = frozenset({"EPS", "WMF"})
-"""Formats of drawings, which Pillow hands over to Ghostscript or to the system: they can hold
-programs."""
+"""Formats of drawings, which Pillow hands to Ghostscript or the system: they can hold programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +26,7 @@ class EncodedFile:
     """The file that an image was decoded from."""
 
     content: bytes  # the file's bytes
-    # width and height in pixels as they are stored, before EXIF's orientation is applied
-    size: tuple[int, int]
+    size: tuple[int, int]  # width and height in pixels as they are stored, not yet turned
     orientation: int = 1  # EXIF's orientation, 1 to 8; 1 for none
 
     def shown(self, edges: tuple[float, float, float, float]) -> tuple[float, float, float, float]:

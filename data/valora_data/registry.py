@@ -32,8 +32,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._loaded: dict[str, T] = {}
 
     def _entries(self) -> dict[str, EntryPoint]:
-        # A built-in name cannot be taken over: what a configuration means must not depend on
-        # what else is installed.
+        # Built-in names win: what settings mean must not depend on what else is installed.
         others = _installed(self.group, tuple(sys.path))
         return {entry.name: entry for entry in others} | self._builtin
 

@@ -13,11 +13,16 @@ from valora_data.schema import Split, Task
 from valora_data.sources.scenes.builtin import builtin_samples
 
 
+def noise(seed, size=(12, 8)):
+    """A picture of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
 def picture(path, seed, size=(12, 8)):
     """A picture of noise, written to a file."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    image = noise(seed, size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    image = Image.fromarray(pixels)
     image.save(path)
     return image
 

@@ -1,12 +1,12 @@
-"""One small detection data set, written in the formats that annotation tools export."""
+"""Small detection data sets, written in the formats that annotation tools export.
 
-import json
-from xml.etree import ElementTree
+A set maps names of files to a picture and its objects: labels and edges (x0, y0, x1, y1).
+"""
 
 import yaml
 
-from tests.support.data_sets import natural_picture
-from valora_data.errors import DataError
+from tests.support.data_sets import natural_picture, write_json
+from tests.support.helpers import coloured_squares
 from valora_data.schema import Task
 from valora_data.sources.base import Source
 from valora_data.sources.registry import open_source
@@ -18,195 +18,196 @@ BOXES = {
     "c": [],
     "d": [("cat", (10, 5, 30, 25)), ("cat", (50, 5, 70, 25)), ("dog", (71, 6, 99, 39))],
 }
-"""Label and edges (x0, y0, x1, y1) of every image's objects."""
+SUBSETS = {"a.jpg": "Train", "b.jpg": "Validation", "c.jpg": "Train", "d.jpg": "Test"}
 
 
 def picture_of(name):
-    """The picture of an image, which is no other's."""
+    """The picture of a pet, which is no other's."""
     return natural_picture(ord(name)).resize(SIZES[name])
 
 
-def write_pictures(folder, names=SIZES):
+def pets(names=SIZES):
+    """A set of few images, of other sizes, with none or several objects."""
+    return {f"{name}.jpg": (picture_of(name), BOXES[name]) for name in names}
+
+
+def marked(*labels, count=40, first=0):
+    """A set of many images with one object each, whose labels take turns."""
+    objects = [(label, (8, 9, 60, 50)) for label in labels]
+    return {
+        f"{first + n}.png": (natural_picture(first + n), [objects[n % len(objects)]])
+        for n in range(count)
+    }
+
+
+def labels_of(*sets):
+    """Labels in the order in which they occur."""
+    objects = [one for some in sets for _, found in some.values() for one in found]
+    return list(dict.fromkeys(label for label, _ in objects))
+
+
+def write_pictures(folder, some, form=None):
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
-        picture_of(name).save(folder / f"{name}.jpg", quality=95)
+    for name, (picture, _) in some.items():
+        picture.save(folder / name, form, quality=95)
 
 
-def write_roboflow(folder):
+def coco(some, labels):
+    """What a COCO file says of a set; categories are counted from 1."""
+    annotations = [
+        {"image_id": number, "category_id": labels.index(label) + 1, "iscrowd": 0,
+         "bbox": [x0, y0, x1 - x0, y1 - y0], "area": (x1 - x0) * (y1 - y0), "segmentation": []}
+        for number, (_, objects) in enumerate(some.values())
+        for label, (x0, y0, x1, y1) in objects
+    ]  # fmt: skip
+    return {
+        "images": [
+            {"id": number, "file_name": name, "width": picture.width, "height": picture.height}
+            for number, (name, (picture, _)) in enumerate(some.items())
+        ],
+        "annotations": [{"id": number} | one for number, one in enumerate(annotations, 1)],
+        "categories": [{"id": number, "name": label} for number, label in enumerate(labels, 1)],
+    }
+
+
+def write_coco(folder, some):
+    """`instances.json` beside `images/`."""
+    write_pictures(folder / "images", some)
+    return write_json(folder / "instances.json", coco(some, labels_of(some)))
+
+
+def write_roboflow(folder, splits=None):
     """An export as Roboflow writes it: category 0 is the group of the others."""
-    for split, names in (("train", "ac"), ("valid", "b"), ("test", "d")):
-        write_pictures(folder / split, names)
-        annotations = [
-            {"image_id": number, "category_id": ("cat", "dog").index(label) + 1,
-             "bbox": [x0, y0, x1 - x0, y1 - y0], "area": (x1 - x0) * (y1 - y0), "iscrowd": 0,
-             "segmentation": []}
-            for number, name in enumerate(names)
-            for label, (x0, y0, x1, y1) in BOXES[name]
-        ]  # fmt: skip
-        for number, annotation in enumerate(annotations):
-            annotation["id"] = number
-        content = {
-            "info": {"description": "Exported from roboflow.com"},
-            "categories": [
-                {"id": 0, "name": "pets", "supercategory": "none"},
-                {"id": 1, "name": "cat", "supercategory": "pets"},
-                {"id": 2, "name": "dog", "supercategory": "pets"},
-            ],
-            "images": [
-                {"id": number, "file_name": f"{name}.jpg", "width": SIZES[name][0],
-                 "height": SIZES[name][1]}
-                for number, name in enumerate(names)
-            ],
-            "annotations": annotations,
-        }  # fmt: skip
-        text = json.dumps(content)
-        (folder / split / "_annotations.coco.json").write_text(text, encoding="utf-8")
+    splits = splits or {"train": pets("ac"), "valid": pets("b"), "test": pets("d")}
+    group = {"id": 0, "name": "all", "supercategory": "none"}
+    for split, some in splits.items():
+        write_pictures(folder / split, some)
+        content = coco(some, labels_of(*splits.values()))
+        ours = [one | {"supercategory": "all"} for one in content["categories"]]
+        content |= {"info": {"description": "Exported from roboflow.com"}}
+        write_json(
+            folder / split / "_annotations.coco.json", content | {"categories": [group, *ours]}
+        )
     return folder
 
 
-def voc_xml(name):
+def voc_xml(name, picture, objects):
     """Annotation of one image, whose pixels are counted from 1."""
-    root = ElementTree.Element("annotation")
-    ElementTree.SubElement(root, "filename").text = f"{name}.jpg"
-    size = ElementTree.SubElement(root, "size")
-    for side, value in zip(("width", "height", "depth"), (*SIZES[name], 3), strict=True):
-        ElementTree.SubElement(size, side).text = str(value)
-    for label, (x0, y0, x1, y1) in BOXES[name]:
-        entry = ElementTree.SubElement(root, "object")
-        ElementTree.SubElement(entry, "name").text = label
-        box = ElementTree.SubElement(entry, "bndbox")
-        edges = {"xmin": x0 + 1, "ymin": y0 + 1, "xmax": x1, "ymax": y1}
-        for edge, value in edges.items():
-            ElementTree.SubElement(box, edge).text = str(value)
-    return root
+    shapes = "".join(
+        f"<object><name>{label}</name><bndbox><xmin>{x0 + 1}</xmin><ymin>{y0 + 1}</ymin>"
+        f"<xmax>{x1}</xmax><ymax>{y1}</ymax></bndbox></object>"
+        for label, (x0, y0, x1, y1) in objects
+    )
+    size = f"<width>{picture.width}</width><height>{picture.height}</height><depth>3</depth>"
+    return f"<annotation><filename>{name}</filename><size>{size}</size>{shapes}</annotation>"
 
 
-def write_voc(folder):
-    """The layout of the original, with lists of the splits."""
-    write_pictures(folder / "JPEGImages")
-    (folder / "Annotations").mkdir()
-    for name in SIZES:
-        text = ElementTree.tostring(voc_xml(name), encoding="unicode")
-        (folder / "Annotations" / f"{name}.xml").write_text(text, encoding="utf-8")
-    lists = folder / "ImageSets" / "Main"
-    lists.mkdir(parents=True)
-    for split, names in (("train", "ac"), ("val", "b"), ("test", "d"), ("trainval", "acb")):
-        (lists / f"{split}.txt").write_text("".join(f"{name}\n" for name in names))
-    (lists / "cat_train.txt").write_text("a  1\nc -1\n")
+def write_voc(folder, some=None, annotations="Annotations", images="JPEGImages", form=None):
+    """The layout of the original; pets with lists of the splits."""
+    write_pictures(folder / images, some or pets(), form)
+    (folder / annotations).mkdir(exist_ok=True)
+    for name, entry in (some or pets()).items():
+        file = (folder / annotations / name).with_suffix(".xml")
+        file.write_text(voc_xml(name, *entry), encoding="utf-8")
+    if some is None:
+        lists = folder / "ImageSets" / "Main"
+        lists.mkdir(parents=True)
+        for split, names in (("train", "ac"), ("val", "b"), ("test", "d"), ("trainval", "acb")):
+            (lists / f"{split}.txt").write_text("".join(f"{name}\n" for name in names))
+        (lists / "cat_train.txt").write_text("a  1\nc -1\n")
     return folder
 
 
-def write_cvat(folder):
+def write_cvat(folder, some=None):
     """`CVAT for images 1.1`, with subsets."""
-    write_pictures(folder / "images")
-    root = ElementTree.Element("annotations")
-    ElementTree.SubElement(root, "version").text = "1.1"
-    labels = ElementTree.SubElement(ElementTree.SubElement(root, "meta"), "labels")
-    for label in ("cat", "dog"):
-        entry = ElementTree.SubElement(labels, "label")
-        ElementTree.SubElement(entry, "name").text = label
-    subsets = {"a": "Train", "b": "Validation", "c": "Train", "d": "Test"}
-    for number, name in enumerate(SIZES):
-        width, height = map(str, SIZES[name])
-        image = ElementTree.SubElement(
-            root, "image", id=str(number), name=f"{name}.jpg", subset=subsets[name],
-            width=width, height=height,
-        )  # fmt: skip
-        for label, edges in BOXES[name]:
-            keys = zip(("xtl", "ytl", "xbr", "ybr"), map(str, edges), strict=True)
-            ElementTree.SubElement(image, "box", {"label": label, "occluded": "0", **dict(keys)})
-    ElementTree.ElementTree(root).write(folder / "annotations.xml", encoding="utf-8")
+    some = some or pets()
+    write_pictures(folder / "images", some)
+    labels = "".join(f"<label><name>{label}</name></label>" for label in labels_of(some))
+    text = f"<version>1.1</version><meta><labels>{labels}</labels></meta>"
+    for number, (name, (picture, objects)) in enumerate(some.items()):
+        boxes = "".join(
+            f'<box label="{label}" occluded="0" xtl="{x0}" ytl="{y0}" xbr="{x1}" ybr="{y1}"/>'
+            for label, (x0, y0, x1, y1) in objects
+        )
+        size = f'width="{picture.width}" height="{picture.height}"'
+        subset = SUBSETS.get(name, "default")
+        text += f'<image id="{number}" name="{name}" subset="{subset}" {size}>{boxes}</image>'
+    (folder / "annotations.xml").write_text(f"<annotations>{text}</annotations>", encoding="utf-8")
     return folder
 
 
-def write_kitti(folder):
+def write_kitti(folder, some=None):
     """`training/` with images and rows, among them a region that does not count."""
-    write_pictures(folder / "training" / "image_2")
+    some = some or pets()
+    write_pictures(folder / "training" / "image_2", some)
     (folder / "training" / "label_2").mkdir()
-    for name, boxes in BOXES.items():
-        rows = [("DontCare", (1, 1, 5, 5)), *boxes]
+    for name, (_, objects) in some.items():
+        rows = [("DontCare", (1, 1, 5, 5)), *objects]
         text = (f"{label} 0 0 -1.5 {' '.join(map(str, e))} 1 2 4 0 2 20 -2\n" for label, e in rows)
-        (folder / "training" / "label_2" / f"{name}.txt").write_text("".join(text))
+        file = (folder / "training" / "label_2" / name).with_suffix(".txt")
+        file.write_text("".join(text))
     return folder
 
 
-def write_labelstudio(folder):
+def write_labelstudio(folder, some=None):
     """An export of Label Studio as `JSON`; images have the names of uploads."""
-    write_pictures(folder / "images")
+    some = some or pets()
+    write_pictures(folder / "images", some)
     tasks = []
-    for number, name in enumerate(SIZES, start=1):
-        width, height = SIZES[name]
+    for number, (name, (picture, objects)) in enumerate(some.items(), start=1):
+        width, height = picture.size
         shapes = [
             {"x": 100 * x0 / width, "y": 100 * y0 / height, "width": 100 * (x1 - x0) / width,
              "height": 100 * (y1 - y0) / height, "rotation": 0, "rectanglelabels": [label]}
-            for label, (x0, y0, x1, y1) in BOXES[name]
+            for label, (x0, y0, x1, y1) in objects
         ]  # fmt: skip
         size = {"original_width": width, "original_height": height}
-        place = f"/data/upload/3/0123abcd-{name}.jpg"
         result = [
             {"id": f"r{i}", "type": "rectanglelabels", "from_name": "label", "to_name": "image",
              "image_rotation": 0, "value": shape, **size}
             for i, shape in enumerate(shapes)
         ]  # fmt: skip
         annotation = {"id": number, "was_cancelled": False, "result": result}
-        tasks.append({"id": number, "data": {"image": place}, "annotations": [annotation]})
-    path = folder / "export.json"
-    path.write_text(json.dumps(tasks), encoding="utf-8")
-    return path
+        data = {"image": f"/data/upload/3/0123abcd-{name}"}
+        tasks.append({"id": number, "data": data, "annotations": [annotation]})
+    return write_json(folder / "export.json", tasks)
+
+
+def write_yolo(folder, splits):
+    """As Ultralytics trains on it: a YAML file beside the images and labels of each split."""
+    labels = labels_of(*splits.values())
+    for split, some in splits.items():
+        write_pictures(folder / "images" / split, some)
+        (folder / "labels" / split).mkdir(parents=True)
+        for name, (picture, objects) in some.items():
+            width, height = picture.size
+            rows = "".join(
+                f"{labels.index(label)} {(x0 + x1) / 2 / width:.8f} {(y0 + y1) / 2 / height:.8f} "
+                f"{(x1 - x0) / width:.8f} {(y1 - y0) / height:.8f}\n"
+                for label, (x0, y0, x1, y1) in objects
+            )
+            (folder / "labels" / split / name).with_suffix(".txt").write_text(rows)
+    content = {split: f"images/{split}" for split in splits} | {"names": labels}
+    (folder / "data.yaml").write_text(yaml.safe_dump(content))
+    return folder / "data.yaml"
+
+
+def coco_domain(folder, change=lambda _: None, count=40, colour="red", name="cat"):
+    """Settings of a domain of squares in a folder, whose COCO file `change` may spoil."""
+    some = {
+        f"{number}.png": (one.image, [(name, box.xyxy) for box in one.answer.boxes])
+        for number, one in enumerate(coloured_squares(count, 1, name, colour))
+    }
+    write_pictures(folder, some)
+    content = coco(some, [name])
+    change(content)
+    write_json(folder / "cats.json", content)
+    place = f"domains.{name}"
+    return ["task=own", f"+domain@{place}=coco", f"{place}.name={name}", f"{place}.labels=[{name}]",
+            f"{place}.source.path={folder}/cats.json"]  # fmt: skip
 
 
 def read_split(kind, path, split=None, labels=None, task=Task.DETECTION, **more):
     """The samples of one split of a data set; None for one that comes in one piece."""
     splits = open_source(Source(kind, task, tuple(labels or ()), path=str(path), **more))
     return splits.get(split, splits.get(None))()
-
-
-def write_yolo(samples_by_split, labels, folder):
-    """Write samples so that Ultralytics can train from them.
-
-    Args:
-        samples_by_split: Samples per key of the YAML file, such as ``train`` and ``val``.
-        labels: Labels in the order of the class indices.
-        folder: Where to write; created if missing.
-
-    Returns:
-        The YAML file, `folder`/data.yaml.
-
-    Raises:
-        DataError: If a split is empty or a box has a label outside `labels`.
-    """
-    index_of = {label: index for index, label in enumerate(labels)}
-    for split, samples in samples_by_split.items():
-        if not samples:
-            raise DataError(f"no samples to write to split {split} of {folder.name}")
-        image_folder, label_folder = folder / "images" / split, folder / "labels" / split
-        image_folder.mkdir(parents=True, exist_ok=True)
-        label_folder.mkdir(parents=True, exist_ok=True)
-        for position, sample in enumerate(samples):
-            stem = f"{position:06d}"
-            sample.image.save(image_folder / f"{stem}.png")
-            rows = [_row(box, sample, index_of) for box in sample.answer.boxes]
-            (label_folder / f"{stem}.txt").write_text("".join(rows), encoding="utf-8")
-    content = {
-        "path": str(folder.resolve()),
-        **{str(split): f"images/{split}" for split in samples_by_split},
-        "names": dict(enumerate(labels)),
-    }
-    yaml_path = folder / "data.yaml"
-    yaml_path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    return yaml_path
-
-
-def _row(box, sample, index_of):
-    if box.label not in index_of:
-        raise DataError(
-            f"sample {sample.id}: label {box.label!r} is not one of {', '.join(index_of)}"
-        )
-    width, height = sample.image.size
-    numbers = (
-        (box.x0 + box.x1) / 2 / width,
-        (box.y0 + box.y1) / 2 / height,
-        (box.x1 - box.x0) / width,
-        (box.y1 - box.y0) / height,
-    )
-    return f"{index_of[box.label]} " + " ".join(f"{number:.8f}" for number in numbers) + "\n"

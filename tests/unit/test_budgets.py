@@ -11,15 +11,15 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_493,
-    "data/valora_data": 9_126,
+    "data/valora_data": 9_105,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 28_916,
-    "tests/*/valora_train": 6_983,
-    "tests/*/valora_data": 3_662,
-    "tests/*/valora_teachers": 1_141,
+    "tests/*/valora_train": 6_746,
+    "tests/*/valora_data": 3_463,
+    "tests/*/valora_teachers": 1_103,
     "tests/*/valora_kernels": 2_086,
-    "tests/*/valora_serve": 24_752,
+    "tests/*/valora_serve": 24_748,
     "tests/unit/bench": 1_508,
     BENCH: 12_314,
 }

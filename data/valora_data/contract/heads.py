@@ -14,18 +14,12 @@ FILE_BYTES = 1 << 30  # most of a head's file
 # every logit and confidence stays finite in float32.
 LARGEST = 1e6
 _AGAIN = "copy or export the bundle again"
+_LABEL_HEAD = "valora_data.contract.label_head:LabelHead"
 HEAD_KINDS: Registry[type[Head]] = Registry(
-    "valora.head_kinds",
-    "kind of head",
-    {
-        "detection": "valora_data.contract.boxes:BoxHead",
-        "classification": "valora_data.contract.label_head:LabelHead",
-        "counting": "valora_data.contract.label_head:LabelHead",
-        "yes_no": "valora_data.contract.label_head:LabelHead",
-        "action": "valora_data.contract.label_head:LabelHead",
-    },
-    BundleError,
-)
+    "valora.head_kinds", "kind of head",
+    {"detection": "valora_data.contract.boxes:BoxHead"}
+    | dict.fromkeys(("classification", "counting", "yes_no", "action"), _LABEL_HEAD), BundleError,
+)  # fmt: skip
 
 
 def write_head(file: Path, head: Head) -> None:

@@ -6,24 +6,15 @@ from valora_data.errors import BundleError
 from valora_data.models.base import Architecture
 from valora_data.registry import Registry
 
+_FAMILIES = {
+    "idefics3:Idefics3": ("idefics3", "smolvlm"), "internvl:InternVL": ("internvl",),
+    "llava:Llava": ("llava",), "llava_next:LlavaNext": ("llava_next",),
+    "qwen_vl:QwenVL": ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
+    "text:TextModel": ("llama", "mistral", "qwen2", "qwen3"),
+}  # fmt: skip
+_PLACES = {name: f"valora_data.models.{at}" for at, names in _FAMILIES.items() for name in names}
 ARCHITECTURES: Registry[type[Architecture]] = Registry(
-    "valora.architectures",
-    "architecture",
-    {
-        "idefics3": "valora_data.models.idefics3:Idefics3",
-        "internvl": "valora_data.models.internvl:InternVL",
-        "llama": "valora_data.models.text:TextModel",
-        "llava": "valora_data.models.llava:Llava",
-        "llava_next": "valora_data.models.llava_next:LlavaNext",
-        "mistral": "valora_data.models.text:TextModel",
-        "qwen2": "valora_data.models.text:TextModel",
-        "qwen2_vl": "valora_data.models.qwen_vl:QwenVL",
-        "qwen2_5_vl": "valora_data.models.qwen_vl:QwenVL",
-        "qwen3": "valora_data.models.text:TextModel",
-        "qwen3_vl": "valora_data.models.qwen_vl:QwenVL",
-        "smolvlm": "valora_data.models.idefics3:Idefics3",
-    },
-    BundleError,
+    "valora.architectures", "architecture", _PLACES, BundleError
 )
 
 

@@ -21,8 +21,7 @@ ARCHIVES = frozenset({".7z", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zip"})
 ANSWERS = frozenset({"objects", "phrase", "label", "video", "count", "answers", "captions"})
 """What formats hold: a field of `Answer`; boxes are many objects or a phrase's."""
 Splits = dict[Split | None, Callable[[], Iterator[Sample]]]
-"""Streams of samples by split, each of which can be started again; under None what has no split, of
-which missing splits are taken."""
+"""Streams by split, which can be started again; None: of what missing splits are taken."""
 
 
 @dataclass(frozen=True, slots=True)

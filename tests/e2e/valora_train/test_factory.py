@@ -18,9 +18,9 @@ from mlflow import MlflowClient
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
+from tests.support.detection_sets import coco_domain
 from tests.support.forked import Forked, finish, gate_here
 from tests.support.stores import new_store
-from tests.unit.valora_train.test_cli import write_coco
 from valora_data.contract.bundle import read_bundle
 from valora_train.stage import read_json
 
@@ -37,7 +37,7 @@ def overrides(folder, base):
         "processes=1",
     ]  # fmt: skip
     for name, colour in COLOURS.items():
-        write_coco(folder / name, colour=colour, name=name)
+        coco_domain(folder / name, colour=colour, name=name)
         found += [
             f"+domain@domains.{name}=coco",
             f"domains.{name}.name={name}",

@@ -7,7 +7,7 @@ from tests.support.data_sets import metadata, natural_picture, picture
 from valora_data import shards
 from valora_data.cli import main
 from valora_data.schema import Split, Task
-from valora_data.sources.scenes.builtin import builtin_domain, builtin_samples
+from valora_data.sources.scenes.builtin import SCENES, builtin_domain, builtin_samples
 
 
 @pytest.fixture
@@ -58,8 +58,6 @@ def test_questions_about_one_image_are_no_duplicates(tmp_path, capsys):
 
 @pytest.mark.parametrize("task", [Task.DETECTION, Task.VIDEO, Task.CAPTION])
 def test_what_the_factory_wrote(task, tmp_path, capsys):
-    from valora_data.sources.scenes.builtin import SCENES
-
     name = next(iter(SCENES[task]))
     for split in (Split.TRAIN, Split.TEST):
         some = builtin_samples(task, name, split, 7)

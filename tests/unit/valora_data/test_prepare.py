@@ -1,4 +1,4 @@
-"""From a source to splits on disk: whole, apart, streamed, and without answers to learn from."""
+"""From a source to splits on disk: whole, apart, streamed, without copies or answers to learn."""
 
 import io
 import logging
@@ -9,10 +9,11 @@ from PIL import Image, ImageOps
 
 from tests.support.data_sets import natural_picture
 from valora_data import shards
+from valora_data.duplicates import Duplicates, Pair, groups_of
 from valora_data.errors import DataError
 from valora_data.images import decode_image
 from valora_data.prepare import TRUTH, prepare, split_of
-from valora_data.schema import Answer, Sample, Split
+from valora_data.schema import Answer, Box, Sample, Split
 
 SHARES = {Split.TRAIN: 0.4, Split.UNLABELLED: 0.2, Split.VAL: 0.2, Split.TEST: 0.2}
 LABELS = ("even", "odd")
@@ -170,3 +171,32 @@ def test_the_division_is_by_id_and_stable():
     assert counts == pytest.approx([300, 0, 180, 120], abs=40)
     assert [split_of(f"{name}#{i}", shares) for i, name in enumerate(names)] == divided
     assert [split_of(name, shares, seed=1) for name in names] != divided
+
+
+def test_a_fixed_camera_is_no_copy():
+    def pairs(*samples):
+        found = Duplicates()
+        for one in samples:
+            found.add("all", one)
+        return found.pairs()
+
+    ground = natural_picture(3).resize((320, 240))
+
+    def frame(number, x, side):
+        image = ground.copy()
+        image.paste((200, 40, 40), (x, 100, x + side, 100 + side))
+        return Sample(f"frame{number}", image, Answer((Box(x, 100, x + side, 100 + side, "cat"),)))
+
+    small = [frame(i, 10 + 24 * i, 16) for i in range(12)]
+    assert pairs(*small) == []
+    assert pairs(*(frame(i, 10 + 70 * i, 60) for i in range(4))) == []
+    copy = Sample("copy", small[3].image.resize((160, 120)), Answer())
+    assert [pair.first[1] for pair in pairs(*small, copy)] == ["frame3"]
+
+
+def test_pairs_chain_to_groups():
+    keys = [("all", name) for name in ("a#0", "b", "c#1", "d", "e")]
+    equal = [Pair(keys[0], keys[1], equal=True), Pair(keys[1], keys[2], equal=False)]
+    groups = groups_of([*equal, Pair(keys[3], keys[4], equal=False)])
+    expected = {"a": "a", "b": "a", "c": "a", "d": "d", "e": "d"}
+    assert groups == {("all", one): ("all", other) for one, other in expected.items()}

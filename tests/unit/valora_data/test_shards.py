@@ -1,20 +1,14 @@
 """Shards: everything that a sample holds comes back, is readable by other tools, and streams."""
 
 import datasets
-import numpy as np
 import pytest
-from PIL import Image
 
+from tests.support.data_sets import noise
 from valora_data import shards
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Domain, Sample, Task
 
 LABELS = ("cat", "dog", "eel")
-
-
-def picture(level, size=(5, 4)):
-    pixels = np.random.default_rng(level).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
 
 
 def same(a, b):
@@ -24,18 +18,18 @@ def same(a, b):
 
 FULL = Sample(
     "full#3",
-    picture(0),
+    noise(0),
     Answer(
         (Box(1, 0.5, 3, 2.25, "dog", 0.75), Box(0, 0, 5, 4, "cat")), "eel", (0.25, 0.125, 0.625),
         ("two", "2", "two"), ("a dog.", "there is a dog"), 2,
     ),
     "how many dogs?",
-    (picture(1, (2, 3)), picture(2)),
+    (noise(1, (2, 3)), noise(2)),
 )  # fmt: skip
 
 
 def test_all_fields_come_back_and_other_tools_read_them(tmp_path):
-    plain = Sample("plain", picture(3), Answer())
+    plain = Sample("plain", noise(3), Answer())
     assert shards.write([FULL, plain], LABELS, tmp_path / "set") == 2
     back = shards.read(tmp_path / "set")
     assert same(back[0], FULL) and same(back[1], plain)
@@ -46,15 +40,15 @@ def test_all_fields_come_back_and_other_tools_read_them(tmp_path):
     assert row["label"] == 2
     assert row["objects"]["bbox"] == [[1, 0.5, 2, 1.75], [0, 0, 5, 4]]
     assert row["objects"]["category"] == [1, 0]
-    assert [image.size for image in row["images"]] == [(5, 4), (2, 3), (5, 4)]
-    phrase = Sample("a", picture(0), Answer((Box(0, 0, 2, 2, "the cat"),)), "the cat")
+    assert [image.size for image in row["images"]] == [(12, 8), (2, 3), (12, 8)]
+    phrase = Sample("a", noise(0), Answer((Box(0, 0, 2, 2, "the cat"),)), "the cat")
     shards.write([phrase], (), tmp_path / "language")
     shard = shards.open_shard(tmp_path / "language")
     assert shard.labels == () and same(shard[0], phrase)
 
 
 def test_samples_are_decoded_one_by_one(tmp_path):
-    made = [Sample(f"s{i}", picture(i), Answer(label=LABELS[i % 3])) for i in range(150)]
+    made = [Sample(f"s{i}", noise(i), Answer(label=LABELS[i % 3])) for i in range(150)]
     with shards.ShardWriter(LABELS, tmp_path / "set") as writer:
         for sample in made:
             writer.add(sample)
@@ -70,9 +64,9 @@ def test_samples_are_decoded_one_by_one(tmp_path):
     ("samples", "message"),
     [
         ([], "no samples to write to set: the source is empty"),
-        ([FULL, Sample("a", picture(0), Answer(label="fox"))],
+        ([FULL, Sample("a", noise(0), Answer(label="fox"))],
          "sample a: label 'fox' is not one of cat, dog, eel"),
-        ([Sample("a", picture(0), Answer(soft=(0.5, 0.5)))], "a has 2 soft labels, expected 3"),
+        ([Sample("a", noise(0), Answer(soft=(0.5, 0.5)))], "a has 2 soft labels, expected 3"),
     ],
 )  # fmt: skip
 def test_nothing_is_left_of_a_failed_write(samples, message, tmp_path):
@@ -111,11 +105,11 @@ def domain(task, *labels, required=0.5, name="d"):
 
 def test_questions_of_a_domain():
     assert domain(Task.CAPTION, required=6.0).metric == "cider"
-    own, none = (Sample("a", picture(0), Answer(), prompt) for prompt in ("who?", None))
+    own, none = (Sample("a", noise(0), Answer(), prompt) for prompt in ("who?", None))
     assert domain(Task.VQA).question(own) == "who?"
     assert domain(Task.VQA).question(none) == "what is this?"
     asked = Domain("d", Task.GROUNDING, (), "locate {} here", 0.5)
-    phrase = Sample("a", picture(0), Answer(), "the {} cat")
+    phrase = Sample("a", noise(0), Answer(), "the {} cat")
     assert asked.question(phrase) == "locate the {} cat here"
 
 

@@ -1,4 +1,4 @@
-"""What tests of the runtime share: one thread, a tokenizer, loggers, commands that end early."""
+"""What tests of the runtime share: a tokenizer, loggers, commands that end early."""
 
 import pytest
 from transformers import AutoTokenizer
@@ -11,10 +11,6 @@ from valora_serve import cli
 @pytest.fixture(scope="session")
 def tokenizer():
     return AutoTokenizer.from_pretrained(base_folder("tiny"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _alone(one_thread): ...
 
 
 @pytest.fixture(autouse=True)

@@ -90,6 +90,8 @@ def test_image_classification_agrees_with_the_pipeline(vit):
         cat, dog, eel, _ = whole.soft
         total = cat + dog + eel
         assert answer.soft == pytest.approx((eel / total, (cat + dog) / total), abs=1e-5)
+    with pytest.raises(TeacherError, match="has no class 'crow', only cat, house dog, eel, fox"):
+        load(vit, Task.CLASSIFICATION, ["fox"], names={"crow": "fox"})
     counter = load(vit, Task.COUNTING, ["0", "1"], names={"cat": "0", "eel": "1"})
     assert all(one.count == int(np.argmax(one.soft)) for one in counter.answer(some))
 

@@ -1,11 +1,9 @@
 """The command line's answers to mistakes: one sentence, non-zero exit, nothing half-written."""
 
 import errno
-import json
 import re
 import socket
 import sqlite3
-import sys
 from importlib.metadata import version
 
 import pytest
@@ -13,47 +11,11 @@ from hydra.errors import MissingConfigException
 from PIL import Image
 from safetensors import SafetensorError
 
-from tests.support.helpers import coloured_squares
+from tests.support.detection_sets import coco_domain
 from valora_train import cli
 from valora_train.errors import SettingsError
 from valora_train.removed import removed
 from valora_train.settings import SourceSettings
-
-
-@pytest.fixture
-def valora_train(tmp_path, monkeypatch, capfd):
-    """Runs the command in an empty folder; gives exit status and what went to stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["valora-train", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            status = stop.code
-        return status, capfd.readouterr().err
-
-    return run
-
-
-def write_coco(folder, change=lambda _: None, count=40, colour="red", name="cat"):
-    """Settings of a domain whose data, a COCO file that `change` may spoil, are in a folder."""
-    folder.mkdir(exist_ok=True)
-    content = {"images": [], "annotations": [], "categories": [{"id": 17, "name": name}]}
-    for index, sample in enumerate(coloured_squares(count, 1, name, colour)):
-        sample.image.save(folder / f"{index}.png")
-        content["images"].append({"id": index, "file_name": f"{index}.png"})
-        for box in sample.answer.boxes:
-            content["annotations"].append({
-                "id": len(content["annotations"]) + 1, "image_id": index, "category_id": 17,
-                "bbox": [box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0],
-            })  # fmt: skip
-    change(content)
-    (folder / "cats.json").write_text(json.dumps(content))
-    place = f"domains.{name}"
-    return ["task=own", f"+domain@{place}=coco", f"{place}.name={name}", f"{place}.labels=[{name}]",
-            f"{place}.source.path={folder}/cats.json"]  # fmt: skip
 
 
 def left_behind(folder):
@@ -116,37 +78,24 @@ def test_a_store_of_mlflow_is_tried_before_any_work(
     assert not list(tmp_path.glob(".valora/data-*"))
 
 
-def spoil(**values):
-    return lambda content: content["annotations"][3].update(values)
+def test_mistakes_in_data(valora_train, tmp_path):
+    def spoil(content):  # one fault among many images is left out, and recorded
+        content["annotations"][3]["bbox"] = [40, 40, 30, 30]
 
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda c: c.update(images=[], annotations=[]), "cats.json"),
-        (spoil(bbox=[40, 40, 30, 30]), "outside"),
-        (spoil(category_id=99), "99"),
-        (lambda c: c.update(categories=[{"id": 17, "name": "dog"}]), "cat"),
-    ],
-)
-def test_mistakes_in_data(valora_train, tmp_path, change, message):
-    overrides = write_coco(tmp_path / "cats", change)
+    overrides = [*coco_domain(tmp_path / "cats", spoil), "command=distill"]
+    assert valora_train(*overrides)[0] == 0
+    (record,) = tmp_path.rglob("faults.json")
+    assert "outside" in record.read_text()
     before = set(left_behind(tmp_path))
-    if message == "outside":  # one fault among many images is skipped, and recorded
-        status, said = valora_train(*overrides, "command=distill")
-        (record,) = tmp_path.rglob("faults.json")
-        assert (status, message in record.read_text()) == (0, True)
-        before = set(left_behind(tmp_path))
-    overrides = [*overrides, "+domains.cat.source.max_faulty=0"]
-    status, said = valora_train(*overrides, "command=distill")
+    status, said = valora_train(*overrides, "+domains.cat.source.max_faulty=0")
     last = said.strip().splitlines()[-1]
-    assert (status, last[:7], message in last) == (1, "error: ", True)
+    assert (status, last[:7], "outside" in last) == (1, "error: ", True)
     assert set(left_behind(tmp_path)) == before
 
 
 def test_a_file_that_is_no_teacher(valora_train, tmp_path):
     Image.new("RGB", (8, 8)).save(tmp_path / "best.pt", "PNG")
-    overrides = write_coco(tmp_path / "cats")
+    overrides = coco_domain(tmp_path / "cats")
     status, said = valora_train(*overrides, "domains.cat.teacher=best.pt", "command=teach")
     assert status == 1
     assert "best.pt" in said.strip().splitlines()[-1]
@@ -184,14 +133,11 @@ def test_a_file_of_settings_that_is_no_yaml(valora_train, tmp_path):
     assert said.startswith("error: a file of settings is no YAML")
 
 
-def test_help_lists_the_choices_and_the_version_is_printed(monkeypatch, capfd):
-    monkeypatch.setattr(sys, "argv", ["valora-train", "--help"])
-    with pytest.raises(SystemExit, match="0"):
-        cli.main()
-    assert {"detection", "rehearsal"} <= set(re.findall(r"\w+", capfd.readouterr().out))
-    monkeypatch.setattr(sys, "argv", ["valora-train", "--version"])
-    cli.main()
-    assert capfd.readouterr().out == f"valora-train {version('valora')}\n"
+def test_help_lists_the_choices_and_the_version_is_printed(valora_train):
+    assert valora_train("--help")[0] in (0, None)
+    assert {"detection", "rehearsal"} <= set(re.findall(r"\w+", valora_train.out))
+    assert valora_train("--version") == (0, "")
+    assert valora_train.out == f"valora-train {version('valora')}\n"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Worker processes, the end of one that trained with others, and `valora label`."""
+"""Worker processes and their cores, the end of one that trained with others, and `valora label`."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support.data_sets import picture
+from valora_data import cpu
 from valora_data.schema import Answer, Box
 from valora_serve.predict.beside import compare, found_in
 from valora_serve.predict.records import Prediction
@@ -38,6 +39,26 @@ def test_one_for_each_core_and_none_without_work(
 ):
     monkeypatch.setattr(processes, "usable_cores", lambda: cores)
     assert processes.preparing_processes(asked, device, waiting) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8), ({"cpu.max": ""}, 8), ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "300000 100000\n"}, 3), ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "20000 100000\n"}, 1), ({"cpu.max": "6400000 100000\n"}, 8),
+    ],
+)  # fmt: skip
+def test_cores_of_a_container(tmp_path, monkeypatch, files, expected):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cpu, "CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert cpu.usable_cores() == expected
+    monkeypatch.delattr(os, "sched_getaffinity")  # a system that knows no affinity
+    monkeypatch.setattr(cpu, "CGROUP", tmp_path / "none")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert cpu.usable_cores() == 1
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tests.support import tiny_sweep
+from tests.support.detection_sets import coco_domain
 from tests.support.stores import new_store
-from tests.unit.valora_train.test_cli import write_coco
 from valora_train import cli
 from valora_train.reporting.sweep import figures_of, sweep_table
 from valora_train.stage import write_json
@@ -122,8 +122,7 @@ def test_figures_are_of_validation_and_the_table_shows_what_differs(tmp_path):
 
 
 @pytest.mark.parametrize("store", ["http://me:secret@host:9/x", "sqlite:///other.db"])
-def test_no_password_is_left_on_the_disk(tmp_path, monkeypatch, store):
-    monkeypatch.chdir(tmp_path)
+def test_no_password_is_left_on_the_disk(tmp_path, monkeypatch, store, valora_train):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "another")
     used = []
 
@@ -132,24 +131,20 @@ def test_no_password_is_left_on_the_disk(tmp_path, monkeypatch, store):
         return {}
 
     monkeypatch.setattr(cli, "run", run)
-    given = ["-m", "task=detection", f"paths.tracking='{store}'", "train.seed=1,2"]
-    monkeypatch.setattr(sys, "argv", ["valora-train", *given])
-    cli.main()
+    valora_train("-m", "task=detection", f"paths.tracking='{store}'", "train.seed=1,2")
     assert used == [store] * 2
     left = [file.read_text() for file in tmp_path.rglob("*.yaml")]
     assert left and not any("secret" in text for text in left)
 
 
 @pytest.mark.slow
-def test_jobs_lie_below_a_parent_with_a_table(tmp_path, monkeypatch, random_llava):
-    monkeypatch.chdir(tmp_path)
-    given = write_coco(tmp_path / "cats", count=60)
+def test_jobs_lie_below_a_parent_with_a_table(tmp_path, valora_train, random_llava):
+    given = coco_domain(tmp_path / "cats", count=60)
     more = ["command=fuse", "domains.cat.teacher=labels", "train.steps=2", "train.probe_steps=2",
             "fusion.unreachable=keep", "fusion.head_only=false", "train.threads=1",
             f"model.id={random_llava}", "train=default",
             f"paths.tracking={new_store(tmp_path)}"]  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["valora-train", "-m", *given, *more, "train.seed=3,5"])
-    cli.main()
+    valora_train("-m", *given, *more, "train.seed=3,5")
     client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
     experiment = client.get_experiment_by_name("valora/own")
     runs = client.search_runs([experiment.experiment_id])

@@ -32,9 +32,8 @@ ASKED = [{"role": "user", "content": [{"type": "text", "text": "what color has l
 
 @pytest.fixture(scope="module", params=["llava", "qwen2_5_vl", "qwen2"])
 def model(request, tmp_path_factory):
-    base = str(
-        (CHECKPOINTS | TEXT_CHECKPOINTS)[request.param](tmp_path_factory.mktemp("base"), seed=3)
-    )
+    save = (CHECKPOINTS | TEXT_CHECKPOINTS)[request.param]
+    base = str(save(tmp_path_factory.mktemp("base"), seed=3))
     return BaseModel(base, *load_model(base, torch.float32))
 
 

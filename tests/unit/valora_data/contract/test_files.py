@@ -9,13 +9,6 @@ import torch
 from safetensors.torch import save_file
 
 from valora_data.contract import files
-from valora_data.contract.files import (
-    UnreadableError,
-    parse_json,
-    read_bytes,
-    read_json,
-    read_safetensors,
-)
 
 
 def written_pipe(place):
@@ -42,8 +35,8 @@ def test_what_is_no_small_regular_file(tmp_path):
         cases.append((tmp_path / str(number), reason))
     before = len([*Path("/proc/self/fd").iterdir()])
     for place, reason in cases:
-        with pytest.raises(UnreadableError) as caught:
-            read_bytes(place, 1000)
+        with pytest.raises(files.UnreadableError) as caught:
+            files.read_bytes(place, 1000)
         assert caught.value.reason.startswith(reason)
         assert str(place) in str(caught.value)
     assert len([*Path("/proc/self/fd").iterdir()]) == before  # none is left open
@@ -55,9 +48,9 @@ def test_json_is_what_json_says(tmp_path):
     }  # fmt: skip
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, indent=3)):
         (tmp_path / "file").write_text(text, encoding="utf-8")
-        assert parse_json(text) == read_json(tmp_path / "file") == value
+        assert files.parse_json(text) == files.read_json(tmp_path / "file") == value
     deep = "[" * files.JSON_DEPTH + "1" + "]" * files.JSON_DEPTH
-    assert parse_json(deep) == json.loads(deep)
+    assert files.parse_json(deep) == json.loads(deep)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +69,8 @@ def test_json_is_what_json_says(tmp_path):
     ],
 )  # fmt: skip
 def test_json_beyond_a_limit(text, reason):
-    with pytest.raises(UnreadableError) as caught:
-        parse_json(text)
+    with pytest.raises(files.UnreadableError) as caught:
+        files.parse_json(text)
     assert caught.value.reason.startswith(reason)
     assert len(str(caught.value)) < 300
 
@@ -86,7 +79,7 @@ def test_safetensors_are_read_and_not_mapped(tmp_path):
     file = tmp_path / "file.safetensors"
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(0, 4, dtype=torch.bfloat16)}
     save_file(tensors, file, {"kind": "x"})
-    metadata, found = read_safetensors(file, 1 << 20)
+    metadata, found = files.read_safetensors(file, 1 << 20)
     file.write_bytes(b"")
     assert metadata == {"kind": "x"}
     assert found.keys() == tensors.keys()
@@ -117,6 +110,6 @@ ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 def test_safetensors_that_lie(tmp_path, content):
     file = tmp_path / "file.safetensors"
     file.write_bytes(content)
-    with pytest.raises(UnreadableError, match="truncated or damaged") as caught:
-        read_safetensors(file, 1 << 20)
+    with pytest.raises(files.UnreadableError, match="truncated or damaged") as caught:
+        files.read_safetensors(file, 1 << 20)
     assert len(str(caught.value)) < 600

@@ -1,27 +1,24 @@
-"""Heads on disk and their answers: the file format, what is refused, golden comparison, text."""
+"""Heads on disk and their answers: files, what is refused, golden comparison, text, boxes."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tests.support.serve_helpers import make_box_head, make_label_head
+from valora_data.contract import boxes as box_code
+from valora_data.contract import results
 from valora_data.contract.heads import read_head, write_head
 from valora_data.contract.label_head import places_of
-from valora_data.contract.results import (
-    CONFIDENCE_TOLERANCE,
-    PIXEL_TOLERANCE,
-    BoxesResult,
-    Detection,
-    LabelResult,
-    computed_in,
-    text_matches,
-)
 from valora_data.errors import BundleError
 
 WIDTH = 20
+SAME = 1 - results.CONFIDENCE_TOLERANCE
 
 
 @pytest.fixture
@@ -51,19 +48,11 @@ def damage(file, **change):
 
 
 def test_a_head_is_written_as_it_was_read(box_file, label_file, tmp_path):
-    for file, names in (
-        (label_file, {"weight", "bias", "temperature", "query"}),
-        (box_file, {"weight", "bias", "calibration", "threshold"}),
-    ):
+    for file in (label_file, box_file):
         write_head(tmp_path / "again.safetensors", read_head(file, WIDTH))
         (facts, tensors), (again, others) = map(contents, (file, tmp_path / "again.safetensors"))
         assert facts == again
-        assert tensors.keys() == others.keys() == names
-        assert all(torch.equal(tensors[name], others[name]) for name in tensors)
-    assert facts == {
-        "kind": "detection", "labels": '["a", "b"]', "grid": "[3, 4]", "nms_iou": "0.5",
-        "most": "32", "vote_sigma": "0.05",
-    }  # fmt: skip
+        torch.testing.assert_close(tensors, others, atol=0, rtol=0)
     head = read_head(box_file, WIDTH)
     assert head.configured({}).threshold == pytest.approx(0.2)
     assert head.configured({"threshold": 0.4}).threshold == 0.4
@@ -78,15 +67,15 @@ def test_places_part_an_image_evenly():
 
 
 def boxes(*confidences, label="car", shift=0.0, right=30.0):
-    found = tuple(Detection(label, c, (1.0 + shift, 2.0, right, 20.0)) for c in confidences)
-    return BoxesResult(kind="detection", detections=(found,))
+    found = tuple(results.Detection(label, c, (1.0 + shift, 2.0, right, 20.0)) for c in confidences)
+    return results.BoxesResult(kind="detection", detections=(found,))
 
 
 @pytest.mark.parametrize(
     ("found", "expected", "same"),
     [
         (boxes(0.9), boxes(0.9), True), (boxes(), boxes(), True),
-        (boxes(0.9, shift=PIXEL_TOLERANCE), boxes(0.9 - 0.9 * CONFIDENCE_TOLERANCE), True),
+        (boxes(0.9, shift=results.PIXEL_TOLERANCE), boxes(0.9 * SAME), True),
         (boxes(0.9, shift=0.6), boxes(0.9), False),
         # 300 pixels wide: a hundredth of that, which is more
         (boxes(0.9, shift=2.9, right=301.0), boxes(0.9, right=301.0), True),
@@ -99,15 +88,15 @@ def boxes(*confidences, label="car", shift=0.0, right=30.0):
     ],
 )  # fmt: skip
 def test_golden_boxes(found, expected, same):
-    assert BoxesResult.matches(found.golden(), expected.golden(), 0.5) is same
+    assert results.BoxesResult.matches(found.golden(), expected.golden(), 0.5) is same
 
 
 def test_golden_answers_of_16_bits_may_differ_by_more():
     for shift, sure, same in ((1.4, 0.9, True), (0.0, 0.88, True), (1.6, 0.9, False)):
         found, expected = boxes(sure, shift=shift).golden(), boxes(0.9).golden()
-        with computed_in("bfloat16"):
-            assert BoxesResult.matches(found, expected, 0.5) is same
-        assert not BoxesResult.matches(found, expected, 0.5)
+        with results.computed_in("bfloat16"):
+            assert results.BoxesResult.matches(found, expected, 0.5) is same
+        assert not results.BoxesResult.matches(found, expected, 0.5)
 
 
 def test_golden_labels_and_texts():
@@ -117,21 +106,21 @@ def test_golden_labels_and_texts():
         ({"label": "yes", "confidence": 0.807}, True), ({"label": "yes", "confidence": 0.7}, False),
         ({"label": "no", "confidence": 0.8}, False),
     ):  # fmt: skip
-        assert LabelResult.matches(found, expected, 0.0) is same
+        assert results.LabelResult.matches(found, expected, 0.0) is same
     for expected, same in (
         ({"text": "a cat"}, True), ("a cat", True), ({"text": "a dog"}, False),
         ({"label": "a cat"}, False),
     ):  # fmt: skip
-        assert text_matches(" a cat\n", expected) is same
+        assert results.text_matches(" a cat\n", expected) is same
 
 
 def test_answers_as_text_and_as_fields():
-    label = LabelResult(kind="counting", label="3", confidences={"2": 0.1, "3": 0.9})
+    label = results.LabelResult(kind="counting", label="3", confidences={"2": 0.1, "3": 0.9})
     assert label.text([]) == "3"
     fields = {"label": "3", "confidence": 0.9, "confidences": {"2": 0.1, "3": 0.9}}
     assert label.image_fields(0) == label.prompt_fields([(40, 20)]) == fields
-    found = (Detection("car", 0.5, (0.0, 5.0, 20.0, 20.0)),)
-    both = BoxesResult(kind="detection", detections=(found, ()))
+    found = (results.Detection("car", 0.5, (0.0, 5.0, 20.0, 20.0)),)
+    both = results.BoxesResult(kind="detection", detections=(found, ()))
     assert both.text([(40, 20), (8, 8)]) == "<ref>car</ref><box>(0,250),(500,1000)</box>"
     row = {"label": "car", "box": [0.0, 5.0, 20.0, 20.0], "confidence": 0.5}
     assert both.image_fields(0) == {"detections": [row]}
@@ -182,3 +171,69 @@ def test_heads_that_do_not_fit(kind, change, message, request):
     with pytest.raises(BundleError, match=message) as caught:
         read_head(file, WIDTH)
     assert str(file) in str(caught.value)
+
+
+def test_a_box_by_hand():
+    # Cell 5 of a 2 × 4 grid is row 1, column 1: centre (0.375, 0.75).
+    raw = torch.zeros(8, 4)
+    raw[5] = torch.tensor([0.5, -0.25, 0.0, torch.log(torch.tensor(0.5))])
+    x0, y0, x1, y1 = box_code.decode(raw, (2, 4))[5].tolist()
+    assert (x0, x1) == pytest.approx((0.5 - 0.125, 0.5 + 0.125))
+    assert (y0, y1) == pytest.approx((0.625 - 0.125, 0.625 + 0.125))
+    assert box_code.decode(torch.full((1, 4), 3.0), (1, 1)).tolist() == [[0.0, 0.0, 1.0, 1.0]]
+
+
+def test_the_surest_boxes_of_a_class_are_kept():
+    edges = torch.tensor([[0, 0, 10, 10], [1, 0, 11, 10], [1, 0, 11, 10], [50, 50, 60, 60.0]])
+    scores = torch.tensor([0.6, 0.9, 0.5, 0.2])
+    classes = torch.tensor([0, 0, 1, 0])
+    kept = box_code.suppress(edges, scores, classes, 0.5, 0.1, 10)
+    assert kept.tolist() == [1, 2, 3]
+    assert box_code.suppress(edges, scores, classes, 0.5, 0.3, 10).tolist() == [1, 2]
+    assert box_code.suppress(edges, scores, classes, 0.5, 0.1, 1).tolist() == [1]
+    raw = torch.tensor([[1.2, 0, 0, 0, 0, 0.1, 2.0, -1.0]])  # objectness, box, classes
+    _, score, label = box_code.read_detections(
+        raw, (1, 1), torch.tensor([1.0, 0.0]), nms_iou=0.5, min_score=0.0, most=5
+    )
+    assert label.tolist() == [1]
+    torch.testing.assert_close(score[0], torch.sigmoid(raw[0, 0]) * raw[0, 5:].softmax(0)[1])
+
+
+@given(st.integers(1, 30), st.sampled_from([0.01, 0.05, 1.0]), st.integers(0, 2**31))
+def test_boxes_are_placed_by_votes_of_their_class(count, sigma, seed):
+    """Compared with votes box by box, in float64."""
+    random = np.random.default_rng(seed)
+    low = random.uniform(0, 0.3, (count, 2))
+    edges = np.concatenate([low, low + random.uniform(0.1, 0.4, (count, 2))], 1)
+    scores, classes = random.uniform(0.01, 1, count), random.integers(0, 2, count)
+    kept = random.permutation(count)[: 1 + count // 3]
+    found = box_code.vote(
+        torch.tensor(edges, dtype=torch.float32), torch.tensor(scores, dtype=torch.float32).log(),
+        torch.tensor(classes), torch.tensor(kept), sigma,
+    )  # fmt: skip
+    areas = np.prod(edges[:, 2:] - edges[:, :2], 1)
+    for box, one in zip(found.numpy(), kept, strict=True):
+        low, high = np.maximum(edges[one], edges)[:, :2], np.minimum(edges[one], edges)[:, 2:]
+        shared = np.prod(np.clip(high - low, 0, None), 1)
+        overlap = shared / (areas[one] + areas - shared)
+        votes = scores * np.exp(-((1 - overlap) ** 2) / sigma)
+        votes *= (overlap > 0) & (classes == classes[one])
+        np.testing.assert_allclose(box, votes @ edges / votes.sum(), atol=2e-5)
+
+
+def test_where_a_box_lies_depends_on_no_threshold_and_no_calibration():
+    raw = torch.randn(64, 5 + 2, generator=torch.Generator().manual_seed(1))
+    raw[:, 3:5] += 1  # boxes of some cells, which overlap
+    options = {"grid": (8, 8), "calibration": torch.tensor([1.7, -0.4]), "nms_iou": 0.4, "most": 64}
+    every, confidence, _ = box_code.read_detections(raw, **options, min_score=0.0, vote_sigma=0.05)
+    some, sure, _ = box_code.read_detections(raw, **options, min_score=0.4, vote_sigma=0.05)
+    assert 3 < len(some) < len(every)
+    torch.testing.assert_close(some, every[: len(some)])
+    torch.testing.assert_close(sure, confidence[: len(some)])
+    plain, unmoved, _ = box_code.read_detections(raw, **options, min_score=0.0)
+    torch.testing.assert_close(unmoved, confidence)
+    assert (plain - every).abs().amax() > 0.01
+    options |= {"calibration": torch.tensor([1.0, 0.0]), "vote_sigma": 0.05}
+    same, certain, _ = box_code.read_detections(raw, **options, min_score=0.0)
+    torch.testing.assert_close(same, every)
+    torch.testing.assert_close(confidence.logit(), 1.7 * certain.logit() - 0.4)

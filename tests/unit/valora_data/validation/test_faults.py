@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import pytest
 import yaml
 from PIL import Image, ImageOps
 
+from tests.support import detection_sets as sets
 from tests.support.data_sets import metadata, natural_picture
-from tests.support.detection_sets import write_cvat, write_kitti, write_labelstudio, write_voc
 from valora_data.cli import main
 from valora_data.faults import FaultKind
 
@@ -42,19 +43,8 @@ def report(path, tmp_path, capsys, *more):
 
 def yolo(folder, count=8):
     """A sound set of two splits."""
-    for split, first in (("train", 0), ("val", 100)):
-        (folder / "images" / split).mkdir(parents=True)
-        (folder / "labels" / split).mkdir(parents=True)
-        for number in range(first, first + count):
-            (folder / "images" / split / f"{number}.png").write_bytes(picture(number))
-            (folder / "labels" / split / f"{number}.txt").write_text(row(number))
-    content = {"path": ".", "train": "images/train", "val": "images/val", "names": ["cat", "dog"]}
-    (folder / "data.yaml").write_text(yaml.safe_dump(content))
-    return folder / "data.yaml"
-
-
-def row(number):
-    return f"{number % 2} 0.5 0.5 0.{number % 5 + 2} 0.25\n"
+    some = [sets.marked("cat", "dog", count=count, first=first) for first in (0, 100)]
+    return sets.write_yolo(folder, dict(zip(("train", "val"), some, strict=True)))
 
 
 def image(content):
@@ -62,23 +52,23 @@ def image(content):
 
 
 def label(content):
-    return lambda folder, n: (folder / f"labels/train/{n}.txt").write_bytes(content)
-
-
-def second(text):
-    return lambda folder, n: (folder / f"labels/train/{n}.txt").write_text(f"{row(n)}{text}\n")
+    return of_label(lambda file: file.write_bytes(content))
 
 
 def copy(split, change=lambda image: image):
     def plant(folder, n):
         change(natural_picture(n)).save(folder / f"images/{split}/9{n}.png")
-        (folder / f"labels/{split}/9{n}.txt").write_text(row(n))
+        shutil.copy(folder / f"labels/train/{n}.txt", folder / f"labels/{split}/9{n}.txt")
 
     return plant
 
 
 def of_label(change):
     return lambda folder, n: change(folder / f"labels/train/{n}.txt")
+
+
+def second(text):
+    return of_label(lambda file: file.write_text(f"{file.read_text()}{text}\n"))
 
 
 YOLO = [  # what is done to image n, and what is said
@@ -97,7 +87,10 @@ YOLO = [  # what is done to image n, and what is said
     (second("0 0.5 0.5 0.2 0.2 0.9"), "got 5 numbers, of which the last may be a confidence"),
     (second("0,0.5,0.5,0.2,0.2"), "'0,0.5,0.5,0.2,0.2' is not a row of numbers"),
     (second("0 0.1 0.2 0.3 0.2 0.5 0.2"), "box_empty\t{n}.txt, row 2"),
-    (lambda folder, n: second(row(n))(folder, n), "{n}.txt, row 2 repeats an earlier object"),
+    (
+        of_label(lambda file: file.write_text(file.read_text() * 2)),
+        "{n}.txt, row 2 repeats an earlier object",
+    ),
     (of_label(lambda file: (file.unlink(), file.mkdir())), "train/{n}.txt (Is a directory)"),
     (label(b""), "the labels of {n}.png name no object"),
     (label(b" \n\n"), "the labels of {n}.png name no object"),
@@ -254,43 +247,43 @@ def write(name, content):
 
 
 EXPORTS = [
-    (write_voc, write("Annotations/a.xml", b"<annotation><o"), "is not valid XML"),
-    (write_voc,
+    ("voc", write("Annotations/a.xml", b"<annotation><o"), "is not valid XML"),
+    ("voc",
      write("Annotations/a.xml", b'<!DOCTYPE x [<!ENTITY a "aa">]><annotation>&a;</annotation>'),
      "is not valid XML"),
-    (write_voc, replaced("Annotations/a.xml", "<name>cat</name>", ""), "object 1 has no label"),
-    (write_voc, replaced("Annotations/a.xml", "<xmax>22</xmax>", ""), "'', '33'] is not four"),
-    (write_voc, replaced("Annotations/a.xml", "<xmax>22</xmax>", "<xmax>1</xmax>"),
+    ("voc", replaced("Annotations/a.xml", "<name>cat</name>", ""), "object 1 has no label"),
+    ("voc", replaced("Annotations/a.xml", "<xmax>22</xmax>", ""), "'', '33'] is not four"),
+    ("voc", replaced("Annotations/a.xml", "<xmax>22</xmax>", "<xmax>1</xmax>"),
      "box (2, 3, 1, 33) has no area"),
-    (write_voc, replaced("Annotations/a.xml", "<width>80<", "<width>800<"), "says 800 × 60"),
-    (write_voc, lambda folder: (folder / "Annotations/a.xml").unlink(),
+    ("voc", replaced("Annotations/a.xml", "<width>80<", "<width>800<"), "says 800 × 60"),
+    ("voc", lambda folder: (folder / "Annotations/a.xml").unlink(),
      "a.jpg has no label file a.xml"),
-    (write_voc, lambda folder: (folder / "JPEGImages/a.jpg").unlink(), "listed but missing"),
-    (write_voc, write("Annotations/zz.xml", b"<annotation/>"), "zz.xml belongs to no image"),
-    (write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="nan"'), "has no area"),
-    (write_cvat, replaced("annotations.xml", 'xtl="2"', 'xtl="left"'), "box ['left', '3'"),
-    (write_cvat, replaced("annotations.xml", 'xbr="22"', 'xbr="222"'), "lies outside"),
-    (write_cvat, replaced("annotations.xml", 'name="c.jpg"', 'name="a.jpg"'), "lists a.jpg twice"),
-    (write_cvat, replaced("annotations.xml", 'label="cat"', 'label=""'), "shape 1 has no label"),
-    (write_kitti, replaced("training/label_2/a.txt", "cat 0", "cat"), "got 14 cells"),
-    (write_kitti, replaced("training/label_2/a.txt", "-1.5 2", "-1.5 a"), "box ['a', '3'"),
-    (write_kitti, lambda folder: (folder / "training/label_2/a.txt").rename(folder / "z.txt"),
+    ("voc", lambda folder: (folder / "JPEGImages/a.jpg").unlink(), "listed but missing"),
+    ("voc", write("Annotations/zz.xml", b"<annotation/>"), "zz.xml belongs to no image"),
+    ("cvat", replaced("annotations.xml", 'xtl="2"', 'xtl="nan"'), "has no area"),
+    ("cvat", replaced("annotations.xml", 'xtl="2"', 'xtl="left"'), "box ['left', '3'"),
+    ("cvat", replaced("annotations.xml", 'xbr="22"', 'xbr="222"'), "lies outside"),
+    ("cvat", replaced("annotations.xml", 'name="c.jpg"', 'name="a.jpg"'), "lists a.jpg twice"),
+    ("cvat", replaced("annotations.xml", 'label="cat"', 'label=""'), "shape 1 has no label"),
+    ("kitti", replaced("training/label_2/a.txt", "cat 0", "cat"), "got 14 cells"),
+    ("kitti", replaced("training/label_2/a.txt", "-1.5 2", "-1.5 a"), "box ['a', '3'"),
+    ("kitti", lambda folder: (folder / "training/label_2/a.txt").rename(folder / "z.txt"),
      "a.jpg has no label file a.txt"),
-    (write_labelstudio, replaced("export.json", "0123abcd-a.jpg", "0123abcd-z.jpg"),
+    ("labelstudio", replaced("export.json", "0123abcd-a.jpg", "0123abcd-z.jpg"),
      "1 image is listed but missing"),
-    (write_labelstudio, replaced("export.json", '"was_cancelled": false', '"was_cancelled": true'),
+    ("labelstudio", replaced("export.json", '"was_cancelled": false', '"was_cancelled": true'),
      "1 entry is not labelled yet"),
-    (write_labelstudio, replaced("export.json", '"annotations": [', '"annotations": 1, "x": ['),
+    ("labelstudio", replaced("export.json", '"annotations": [', '"annotations": 1, "x": ['),
      "1 entry is not labelled yet"),
-    (write_labelstudio, replaced("export.json", '"width": 25.0', '"width": null'),
+    ("labelstudio", replaced("export.json", '"width": 25.0', '"width": null'),
      "None, 50.0] is not four numbers"),
-    (write_labelstudio, replaced("export.json", '"width": 25.0', '"width": 0'), "has no area"),
+    ("labelstudio", replaced("export.json", '"width": 25.0', '"width": 0'), "has no area"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("maker", "plant", "message"), EXPORTS)
-def test_a_fault_of_an_export(maker, plant, message, tmp_path, capsys):
-    path = maker(tmp_path / "set")
+@pytest.mark.parametrize(("kind", "plant", "message"), EXPORTS)
+def test_a_fault_of_an_export(kind, plant, message, tmp_path, capsys):
+    path = getattr(sets, f"write_{kind}")(tmp_path / "set")
     more = ("--images", str(tmp_path / "set/images")) if path.suffix == ".json" else ()
     plant(tmp_path / "set")
     found, _ = report(path, tmp_path, capsys, *more)

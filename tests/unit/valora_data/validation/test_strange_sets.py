@@ -10,7 +10,9 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.support import detection_sets as sets
 from tests.support.data_sets import natural_picture, write_json
+from tests.support.detection_sets import write_pictures, write_voc, write_yolo
 from valora_data.errors import DataError
 from valora_data.faults import FaultKind, ImageReader
 from valora_data.prepare import prepare
@@ -30,28 +32,22 @@ def boxes_of(number):
     return [(number % 2, (x, y, x + 30, y + 20)), (1 - number % 2, (50, 60, 90, 95 - number % 3))]
 
 
-def row(number, place, more=""):
-    index, (x0, y0, x1, y1) = boxes_of(number)[place]
-    numbers = ((x0 + x1) / 2, (y0 + y1) / 2, x1 - x0, y1 - y0)
-    return " ".join(map(str, (index, *(value / SIDE for value in numbers)))) + more + "\n"
+def pictures(numbers, name="{}.png".format):
+    """A set of some of the images."""
+    return {
+        name(n): (natural_picture(n), [(NAMES[index], edges) for index, edges in boxes_of(n)])
+        for n in numbers
+    }
 
 
 def plain(folder, name="{}_{:03d}".format):
     """An Ultralytics set; every other one here is made from it."""
-    number = 0
+    first, splits = 0, {}
     for split, count in COUNTS.items():
-        for place in ("images", "labels"):
-            (folder / place / split).mkdir(parents=True)
-        for position in range(count):
-            stem = name(split, position)
-            image = natural_picture(number).resize((SIDE, SIDE))
-            image.save(folder / "images" / split / f"{stem}.png")
-            text = row(number, 0) + row(number, 1)
-            (folder / "labels" / split / f"{stem}.txt").write_text(text)
-            number += 1
-    content = {"train": "images/train", "val": "images/val", "names": list(NAMES)}
-    (folder / "data.yaml").write_text(yaml.safe_dump(content))
-    return folder / "data.yaml"
+        numbers = range(first, first + count)
+        splits[split] = pictures(numbers, lambda n: f"{name(split, n - first)}.png")  # noqa: B023
+        first += count
+    return write_yolo(folder, splits)
 
 
 def edit(file, **changes):
@@ -180,21 +176,18 @@ def test_strange_sets_are_read_like_the_plain_one(kind, tmp_path, monkeypatch):
 
 
 def coco(folder, split=None, place="{}", unit=1):
-    """Content of a COCO file of the plain set."""
-    numbers = {"train": range(12), "val": range(12, 16), None: range(16)}[split]
-    categories = [{"id": number, "name": name} for number, name in enumerate(NAMES)]
-    found = {"images": [], "annotations": [], "categories": categories}
-    for number in numbers:
-        name = f"{number}.png"
-        folder.mkdir(parents=True, exist_ok=True)
-        natural_picture(number).resize((SIDE, SIDE)).save(folder / name)
-        found["images"].append({"id": float(number), "file_name": place.format(name)})
-        for index, (x0, y0, x1, y1) in boxes_of(number):
-            bbox = [value * unit for value in (x0, y0, x1 - x0, y1 - y0)]
-            entry = {"id": len(found["annotations"]), "image_id": str(number), "bbox": bbox}
-            found["annotations"].append(entry | {"category_id": index})
-        crowd = {"image_id": number, "bbox": [1, 1, 9, 9], "category_id": 0, "iscrowd": 1}
-        found["annotations"].append(crowd)
+    """Content of a COCO file of the plain set, with ids of several types, and crowds."""
+    some = pictures({"train": range(12), "val": range(12, 16), None: range(16)}[split])
+    write_pictures(folder, some)
+    found = sets.coco(some, list(NAMES))
+    found["images"] = [
+        {"id": float(one["id"]), "file_name": place.format(one["file_name"])}
+        for one in found["images"]
+    ]
+    for one in found["annotations"]:
+        one |= {"image_id": str(one["image_id"]), "bbox": [edge * unit for edge in one["bbox"]]}
+    crowd = {"bbox": [1, 1, 9, 9], "category_id": 1, "iscrowd": 1}
+    found["annotations"] += [crowd | {"image_id": one["id"]} for one in found["images"]]
     return found
 
 
@@ -211,21 +204,9 @@ def upload(folder):
     return write_json(folder / "instances.json", content)
 
 
-def voc(annotations, images, suffix, folder):
-    (folder / annotations).mkdir(parents=True)
-    (folder / images).mkdir(parents=True, exist_ok=True)
-    for number in range(16):
-        natural_picture(number).resize((SIDE, SIDE)).save(
-            folder / images / f"{number}{suffix}", quality=100
-        )
-        objects = "".join(
-            f"<object><name>{NAMES[index]}</name><bndbox><xmin>{x0 + 1}</xmin><ymin>{y0 + 1}</ymin>"
-            f"<xmax>{x1}</xmax><ymax>{y1}</ymax></bndbox></object>"  # counted from 1
-            for index, (x0, y0, x1, y1) in boxes_of(number)
-        )
-        text = f"<annotation>{objects}</annotation>"
-        (folder / annotations / f"{number}.xml").write_text(text)
-    return folder
+def voc(annotations, images, suffix, folder, form=None):
+    some = pictures(range(16), lambda number: f"{number}{suffix}")
+    return write_voc(folder, some, annotations, images, form)
 
 
 LAYOUTS = {
@@ -233,7 +214,7 @@ LAYOUTS = {
     "COCO with paths of a server": ("coco", upload),
     "VOC in lower case": ("voc", partial(voc, "annotations", "images", ".JPG")),
     "VOC in folders of other names": ("voc", partial(voc, "annots", "images", ".jpg")),
-    "VOC of MPO images": ("voc", partial(voc, "Annotations", "JPEGImages", ".jpeg")),
+    "VOC of MPO images": ("voc", partial(voc, "Annotations", "JPEGImages", ".jpeg", form="MPO")),
 }
 
 

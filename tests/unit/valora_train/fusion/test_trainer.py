@@ -13,17 +13,11 @@ from tests.support.colour_trainer import COLOURS, same, train
 from tests.support.helpers import coloured_squares
 from valora_data.checkpoint import Checkpoint
 from valora_data.schema import Answer, Domain, Split, Task
+from valora_train import settings
 from valora_train.fusion import trainer as trainer_module
 from valora_train.fusion.samples import DomainData
 from valora_train.fusion.trainer import DivergedError
 from valora_train.model.lmm import Lmm
-from valora_train.settings import (
-    AugmentSettings,
-    HeadSettings,
-    LoraSettings,
-    ModelSettings,
-    TrainSettings,
-)
 from valora_train.tasks.registry import make_task
 
 make = partial(colour_trainer.make, count=8)
@@ -157,14 +151,14 @@ def test_it_learns(random_llava):
 
 
 def test_views_are_trained_on_besides_the_images_and_their_mirrors(random_llava, caplog):
-    lmm = Lmm(ModelSettings(id=str(random_llava)), LoraSettings(rank=4))
+    lmm = Lmm(settings.ModelSettings(id=str(random_llava)), settings.LoraSettings(rank=4))
     domain = Domain("apple", Task.DETECTION, ("apple",), "detect apple", 0.8)
     pseudo_labelled = coloured_squares(5, 1, "apple", "red")
 
     def data(mirror=True, **augment):
-        task = make_task(domain, HeadSettings(), lmm)
-        settings = AugmentSettings(color=0.4, shift=0.2, **augment)
-        return DomainData(task, pseudo_labelled, {}, lmm, mirror, settings, seed=3)
+        task = make_task(domain, settings.HeadSettings(), lmm)
+        views = settings.AugmentSettings(color=0.4, shift=0.2, **augment)
+        return DomainData(task, pseudo_labelled, {}, lmm, mirror, views, seed=3)
 
     plain, four = data(views=0), data(views=4)
     assert len(plain.inputs) == 10
@@ -243,7 +237,7 @@ def test_training_that_diverges_ends(random_llava, monkeypatch, loss):
 )  # fmt: skip
 def test_the_best_step_is_kept(random_llava, monkeypatch, reached, patience, kept, trained):
     trainer, _ = make(random_llava, steps=12, best_of=3, patience=patience)
-    assert TrainSettings(best_of=3).candidates(12) == {8, 10, 12}
+    assert settings.TrainSettings(best_of=3).candidates(12) == {8, 10, 12}
     shown = iter(reached)
     monkeypatch.setattr(trainer, "evaluate", lambda *_: SimpleNamespace(accuracy=next(shown)))
     states = {}
@@ -269,7 +263,7 @@ def test_however_a_step_is_parted_it_learns_what_it_learns_at_once(random_llava,
         trainer._pass_tokens = padding
         sky = Domain("sky", Task.CLASSIFICATION, ("even", "odd"), "detect sky", 0.8)
         trainer._data["sky"] = DomainData(
-            make_task(sky, HeadSettings(), lmm),
+            make_task(sky, settings.HeadSettings(), lmm),
             [replace(one, answer=Answer(label=sky.labels[n % 2])) for n, one in enumerate(squares)],
             {}, lmm, mirror=False,
         )  # fmt: skip

@@ -8,8 +8,10 @@ import datasets
 import pytest
 import yaml
 
+from tests.support import detection_sets as sets
 from tests.support.configs import configured
 from tests.support.data_sets import metadata, natural_picture, write_json, write_video
+from tests.support.detection_sets import marked, write_yolo
 from tests.support.forked import Forked, finish
 from tests.support.stores import new_store
 from valora_data import shards
@@ -31,78 +33,9 @@ COUNT = 40
 
 def pictures(folder, count=COUNT, first=0):
     """Names of some pictures in a folder, 96 pixels wide and high."""
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [f"{number}.png" for number in range(first, first + count)]
-    for number, name in enumerate(names, start=first):
-        natural_picture(number).save(folder / name)
-    return names
-
-
-def yolo(folder, *labels):
-    for name in pictures(folder / "images"):
-        label = folder / "labels" / name.replace(".png", ".txt")
-        label.parent.mkdir(exist_ok=True)
-        label.write_text(f"{len(name) % 2} 0.5 0.5 0.25 0.5\n")
-    content = {"path": ".", "train": "images", "names": list(labels)}
-    (folder / "data.yaml").write_text(yaml.safe_dump(content))
-
-
-def instances(names, *labels):
-    return {
-        "images": [{"id": i, "file_name": name} for i, name in enumerate(names)],
-        "annotations": [
-            {"id": i, "image_id": i, "category_id": i % 2, "bbox": [8, 8, 40 + i, 30]}
-            for i in range(len(names))
-        ],
-        "categories": [{"id": i, "name": label} for i, label in enumerate(labels)],
-    }
-
-
-def coco(folder):
-    names = pictures(folder / "images")
-    write_json(folder / "instances.json", instances(names, "cat", "dog"))
-
-
-def roboflow(folder):
-    for place, (split, count) in enumerate({"train": 24, "valid": 6, "test": 6}.items()):
-        names = pictures(folder / split, count, 100 * place)
-        write_json(folder / split / "_annotations.coco.json", instances(names, "pawn", "king"))
-
-
-def voc(folder):
-    (folder / "Annotations").mkdir(parents=True)
-    box = "<bndbox><xmin>9</xmin><ymin>5</ymin><xmax>40</xmax><ymax>60</ymax></bndbox>"
-    for position, name in enumerate(pictures(folder / "JPEGImages")):
-        label = f"<name>{('mask', 'face')[position % 2]}</name>"
-        text = f"<annotation><object>{label}{box}</object></annotation>"
-        (folder / "Annotations" / name.replace(".png", ".xml")).write_text(text)
-
-
-def kitti(folder):
-    (folder / "label_2").mkdir(parents=True)
-    for position, name in enumerate(pictures(folder / "image_2")):
-        row = f"{('Car', 'Pedestrian')[position % 2]} 0 0 0 9 8 60 50 1 1 1 1 1 1 1\n"
-        (folder / "label_2" / name.replace(".png", ".txt")).write_text(row)
-
-
-def cvat(folder):
-    images = [
-        f'<image name="{name}" width="96" height="96"><box label="{("saw", "axe")[position % 2]}" '
-        'xtl="8" ytl="9" xbr="60" ybr="50"/></image>'
-        for position, name in enumerate(pictures(folder / "images"))
-    ]
-    (folder / "annotations.xml").write_text(f"<annotations>{''.join(images)}</annotations>")
-
-
-def labelstudio(folder):
-    tasks = []
-    for number, name in enumerate(pictures(folder / "images")):
-        value = {"x": 10, "y": 20, "width": 30, "height": 40}
-        value |= {"rectanglelabels": [("apple", "pear")[number % 2]]}
-        result = {"type": "rectanglelabels", "value": value}
-        data = {"image": f"/data/upload/1/0a1b2c3d-{name}"}
-        tasks.append({"id": number, "data": data, "annotations": [{"result": [result]}]})
-    write_json(folder / "export.json", tasks)
+    some = marked("any", count=count, first=first)
+    sets.write_pictures(folder, some)
+    return list(some)
 
 
 def table(folder, row):
@@ -146,9 +79,19 @@ def again(folder):
 
 
 MAKERS = {
-    "cells": lambda folder: yolo(folder, "red", "white"), "pets": coco, "chess": roboflow,
-    "masks": voc, "roads": kitti, "tools": cvat, "fruit": labelstudio,
-    "parts": lambda folder: (yolo(folder, "nut", "bolt"), pictures(folder / "raw", 10, 500)),
+    "cells": lambda folder: write_yolo(folder, {"train": marked("red", "white")}),
+    "pets": lambda folder: sets.write_coco(folder, marked("cat", "dog")),
+    "chess": lambda folder: sets.write_roboflow(folder, {
+        split: marked("pawn", "king", count=count, first=100 * count)
+        for split, count in (("train", 24), ("valid", 6), ("test", 7))
+    }),
+    "masks": lambda folder: sets.write_voc(folder, marked("mask", "face")),
+    "roads": lambda folder: sets.write_kitti(folder, marked("Car", "Pedestrian")),
+    "tools": lambda folder: sets.write_cvat(folder, marked("saw", "axe")),
+    "fruit": lambda folder: sets.write_labelstudio(folder, marked("apple", "pear")),
+    "parts": lambda folder: (
+        write_yolo(folder, {"train": marked("nut", "bolt")}), pictures(folder / "raw", 10, 500)
+    ),
     "street": lambda folder: pictures(folder / "raw"),
     "flowers": lambda folder: (pictures(folder / "rose", 20), pictures(folder / "tulip", 20, 100)),
     "leaves": lambda folder: table(folder, lambda i: {"species": ("oak", "elm")[i % 2]}),
@@ -238,7 +181,7 @@ def test_any_change_of_the_data_is_seen(name, tmp_path, domain_of):
 
 
 def test_data_without_any_object_is_refused(tmp_path):
-    yolo(tmp_path / "set", "red", "white")
+    write_yolo(tmp_path / "set", {"train": marked("red", "white")})
     (tmp_path / "set/labels").rename(tmp_path / "set/elsewhere")
     source = SourceSettings(kind="yolo", path=f"{tmp_path}/set/data.yaml")
     domain = DomainSettings("cells", Task.DETECTION, ["red", "white"], "detect", source=source)

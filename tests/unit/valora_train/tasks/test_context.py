@@ -1,17 +1,22 @@
-"""Task `context`: targets, loss and metric in closed form; memories as heads."""
+"""Task `context`: targets, loss and metric in closed form; memories as heads; their encoder."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
 from tests.support.lmm_checkpoints import CHECKPOINTS
+from valora_data.contract.contexts import around_memory, read_encoder
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Document, Domain, Sample, Task, no_image
 from valora_train.errors import SettingsError
 from valora_train.model import memory
 from valora_train.model.lmm import Lmm
+from valora_train.model.prompts import Example
 from valora_train.settings import HeadSettings, LoraSettings, ModelSettings
+from valora_train.stages import encoder_training
+from valora_train.stages.encoder_training import ContextEncoder, one_cycle, train_encoder
 from valora_train.tasks.registry import make_task
 
 DOCUMENT = Document("417 color red\n820 thing star\n417 table 52\n131 color blue")
@@ -19,9 +24,13 @@ DOMAIN = Domain("ledger", Task.CONTEXT, (), "{}", 0.9)
 
 
 @pytest.fixture(scope="module")
-def lmm(tmp_path_factory):
-    base = CHECKPOINTS["llava"](tmp_path_factory.mktemp("base"), seed=3)
-    return Lmm(ModelSettings(id=str(base)), LoraSettings())
+def base(tmp_path_factory):
+    return str(CHECKPOINTS["llava"](tmp_path_factory.mktemp("base"), seed=3))
+
+
+@pytest.fixture(scope="module")
+def lmm(base):
+    return Lmm(ModelSettings(id=base), LoraSettings())
 
 
 def samples(document=DOCUMENT):
@@ -128,3 +137,73 @@ def test_bad_documents_and_settings_are_refused_in_one_sentence(lmm):
         made.training_example(replace(samples()[0], answer=Answer()))
     with pytest.raises(SettingsError, match=r"heads\.options\.context\.form"):
         task(lmm, form="poem")
+
+
+DOCUMENTS = {"a": Document("417 color red\n820 thing star"), "b": Document("131 color blue")}
+
+
+@pytest.fixture
+def fresh(base):
+    return Lmm(ModelSettings(id=base), LoraSettings(rank=8, alpha=16))
+
+
+def asked(fresh):
+    def learnt(question, answer):
+        return Example(question, (), context=True, answer=lambda _: answer)
+
+    first = [learnt("417 color?", "red"), learnt("820 thing?", "star")]
+    examples = {"a": first, "b": [learnt("131 color?", "blue")]}
+    return {name: (DOCUMENTS[name], fresh.encode(examples[name])) for name in DOCUMENTS}
+
+
+def test_it_learns_to_reconstruct_and_to_answer(fresh, monkeypatch):
+    monkeypatch.setattr(encoder_training, "QUESTIONS", 6)
+    module = ContextEncoder(fresh, 4, 0)
+    losses = []
+    train_encoder(
+        module, asked(fresh), reconstruct=16, steps=16, lr=0.02, seed=0,
+        on_step=lambda step, steps, loss: losses.append(loss),
+    )  # fmt: skip
+    assert len(losses) == 32
+    assert sum(losses[12:16]) < 0.9 * sum(losses[:4])
+    assert sum(losses[-4:]) < 0.9 * sum(losses[16:20])
+
+
+def test_memory_tokens_are_computed_as_bundles_define_it(fresh, tmp_path):
+    module = ContextEncoder(fresh, 4, 0)
+    for weight in module.weights():  # B is zero at first, so that A would get no gradient
+        torch.nn.init.normal_(weight.data, std=0.1)
+    document, questions = asked(fresh)["a"]
+    module.loss(document, questions).backward()
+    for weight in [*module.weights(), module.queries, module.scale]:
+        assert weight.grad is not None and weight.grad.abs().sum() > 0
+    with pytest.raises(DataError, match="not albums"):
+        module.encode(Document("", (Image.new("RGB", (8, 8)),)))
+    with pytest.raises(DataError, match="and 4 memory tokens do not fit"):
+        module.encode(Document("red star " * 9000))
+    with torch.no_grad():
+        made = module.encode(document)
+    module.save(tmp_path / "encoder", "base")
+    stored = read_encoder(tmp_path / "encoder", fresh.config.get_text_config())
+    before, _ = around_memory(fresh)
+    words = fresh.tokenizer(document.text, add_special_tokens=False)["input_ids"]
+    table = fresh.model.get_input_embeddings()
+    inputs = torch.cat([table(torch.tensor([*before, *words])), stored.queries])[None]
+    fresh.adapters.load("again", tmp_path / "encoder")
+    fresh.adapters.activate("again")
+    with torch.no_grad():
+        hidden = fresh.language_model(inputs_embeds=inputs).last_hidden_state[0]
+    torch.testing.assert_close(made, stored.memory(hidden), atol=1e-5, rtol=1e-4)
+    assert (tmp_path / "encoder" / "adapter_model.safetensors").is_file()
+
+
+def test_rates_rise_and_fall_in_any_number_of_steps():
+    for steps in (0, 1, 2, 100):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        schedule, rates = one_cycle(optimizer, 0.3, steps), []
+        for _ in range(steps):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            schedule.step()
+        assert all(0 < rate <= 0.3 for rate in rates)
+    assert max(rates) == pytest.approx(0.3) and rates[0] < 0.1 and rates[-1] < 0.1

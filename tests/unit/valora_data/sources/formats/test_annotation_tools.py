@@ -1,32 +1,26 @@
-"""Exports of annotation tools: boxes, splits, turned images; and images without annotations."""
+"""Exports of annotation tools; COCO and YOLO, read as their own libraries do; images alone."""
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
+from pycocotools.coco import COCO
 
-from tests.support.data_sets import write_json
-from tests.support.detection_sets import (
-    BOXES,
-    SIZES,
-    picture_of,
-    write_cvat,
-    write_kitti,
-    write_labelstudio,
-    write_pictures,
-    write_roboflow,
-    write_voc,
-)
+from tests.support import detection_sets as sets
+from tests.support.data_sets import natural_picture, write_json
+from tests.support.detection_sets import BOXES, SIZES, pets, picture_of, read_split, write_pictures
 from valora_data.errors import DataError
 from valora_data.faults import ImageReader
 from valora_data.schema import Split, Task
 from valora_data.sources.base import Source
 from valora_data.sources.registry import FORMATS, detect_kind, files_of, open_source
+from valora_teachers.yolo import load_ultralytics
 
 EXPORTS = {
-    "roboflow": write_roboflow, "voc": write_voc, "cvat": write_cvat, "kitti": write_kitti,
-    "labelstudio": write_labelstudio,
+    "roboflow": sets.write_roboflow, "voc": sets.write_voc, "cvat": sets.write_cvat,
+    "kitti": sets.write_kitti, "labelstudio": sets.write_labelstudio,
 }  # fmt: skip
 SPLITS = {"a": None, "c": None, "b": Split.VAL, "d": Split.TEST}
 """The split of each image; None for the part from which the unlabelled split is taken."""
@@ -66,7 +60,7 @@ def test_boxes_and_splits(kind, tmp_path):
 
 
 def test_shapes_of_cvat(tmp_path):
-    write_pictures(tmp_path / "images", "c")
+    write_pictures(tmp_path / "images", pets("c"))
     shapes = """
       <polygon label="cat" points="10.0,20.0;30.5,8.0;25.0,40.0"/>
       <mask label="cat" rle="0" left="4" top="6" width="10" height="20"/>
@@ -97,7 +91,7 @@ def test_shapes_and_choices_of_label_studio(tmp_path):
         {"type": "polygonlabels",
          "value": {"points": [[0, 0], [50, 12.5], [25, 75]], "polygonlabels": ["cat"]}},
     ]  # fmt: skip
-    write_pictures(tmp_path / "images", "c")
+    write_pictures(tmp_path / "images", pets("c"))
     task = {"data": {"image": "/data/local-files/?d=images%2Fc.jpg"}, "id": 1}
     path = write_json(tmp_path / "export.json", [task | {"annotations": [{"result": results}]}])
     reader = ImageReader("set", tolerance=9)
@@ -140,14 +134,14 @@ def test_boxes_follow_exif(kind, stored, tmp_path):
 
 
 def test_images_alone(tmp_path):
-    write_pictures(tmp_path / "raw" / "day 1", "ab")
-    write_pictures(tmp_path / "raw", "c")
+    write_pictures(tmp_path / "raw" / "day 1", pets("ab"))
+    write_pictures(tmp_path / "raw", pets("c"))
     (tmp_path / "raw" / "._c.jpg").write_bytes(b"a Mac's note")
     source = Source("images", Task.DETECTION, path=str(tmp_path / "raw"))
     samples = list(open_source(source)[None]())
     assert [sample.id for sample in samples] == ["c.jpg", "day 1/a.jpg", "day 1/b.jpg"]
     assert {sample.answer.boxes for sample in samples} == {()}
-    path = write_voc(tmp_path / "set")
+    path = sets.write_voc(tmp_path / "set")
     more = Source("voc", Task.DETECTION, path=str(path), unlabelled=str(tmp_path / "raw"))
     splits = open_source(more)
     assert set(splits) == {None, Split.VAL, Split.TEST, Split.UNLABELLED}
@@ -155,3 +149,69 @@ def test_images_alone(tmp_path):
         "unlabelled/c.jpg", "unlabelled/day 1/a.jpg", "unlabelled/day 1/b.jpg",
     ]  # fmt: skip
     assert {p.name for p in files_of(more)} >= {"a.xml", "train.txt", "c.jpg"}
+
+
+CATEGORIES = [{"id": 90, "name": "cat"}, {"id": 3, "name": "dog"}, {"id": 17, "name": "cow"}]
+IMAGES = [{"id": number, "file_name": f"{number}.png"} for number in (501, 7, 42)]
+# Sparse ids in no order, a category that nobody asks for, a crowd, an image with nothing.
+ANNOTATIONS = [
+    {"id": number, "image_id": image, "category_id": category, "bbox": bbox, "area": 9,
+     "iscrowd": int(number == 5), "caption": f"number {number} "}
+    for number, (image, category, bbox) in enumerate([
+        (7, 3, [1, 2, 10, 20]), (501, 90, [4.5, 0, 9.25, 30]), (7, 90, [20, 15, 10, 10]),
+        (7, 17, [0, 0, 5, 5]), (501, 17, [0, 0, 5, 5]), (501, 3, [0, 0, 30, 25]),
+    ])
+]  # fmt: skip
+
+
+def test_coco_agrees_with_pycocotools(tmp_path):
+    for entry in IMAGES:
+        natural_picture(entry["id"]).save(tmp_path / entry["file_name"])
+    content = {"images": IMAGES, "annotations": ANNOTATIONS, "categories": CATEGORIES}
+    file = write_json(tmp_path / "instances.json", content)
+    reference = COCO(str(file))
+    wanted = reference.getCatIds(catNms=["dog", "cat"])
+    found = {int(one.id): one.answer for one in read_split("coco", file, None, ("dog", "cat"))}
+    assert list(found) == list(reference.imgs)
+    for image, answer in found.items():
+        ids = reference.getAnnIds(imgIds=image, catIds=wanted, iscrowd=False)
+        expected = [
+            ((x, y, x + w, y + h), reference.cats[one["category_id"]]["name"])
+            for one in reference.loadAnns(ids)
+            for x, y, w, h in [one["bbox"]]
+        ]
+        assert [(box.xyxy, box.label) for box in answer.boxes] == expected
+    write_json(file, {"images": IMAGES, "annotations": ANNOTATIONS})
+    assert FORMATS["coco"]().guess_task(str(file)) is Task.CAPTION
+    captions = {int(s.id): s.answer.captions for s in read_split("coco", file, task=Task.CAPTION)}
+    assert captions == {
+        image: tuple(one["caption"].strip() for one in reference.imgToAnns[image])
+        for image in reference.imgs
+        if reference.imgToAnns[image]
+    }
+
+
+def test_yolo_agrees_with_ultralytics(tmp_path):
+    load_ultralytics()  # imported otherwise, it would change PIL for all tests after this one
+    from ultralytics.data.dataset import YOLODataset
+    from ultralytics.data.utils import check_det_dataset
+
+    data = sets.write_yolo(tmp_path / "set", {"train": pets("abc"), "val": pets("a")})
+    polygon = "1 0.5 0.1 0.9 0.6 0.2 0.4\n"  # counts as the box around it
+    (tmp_path / "set/labels/train/c.txt").write_text(polygon)
+    described = check_det_dataset(str(data), autodownload=False)
+    dataset = YOLODataset(
+        img_path=described["train"], data=described, task="detect", augment=False, imgsz=64
+    )
+    ours = {Path(s.id).name: s for s in read_split("yolo", data, "train", ("cat", "dog"))}
+    assert len(dataset.labels) == len(ours) == 3
+    for entry in dataset.labels:
+        found = ours[Path(entry["im_file"]).name]
+        height, width = entry["shape"]
+        assert found.image.size == (width, height)
+        theirs = zip(entry["cls"], entry["bboxes"].tolist(), strict=True)
+        for box, ((c,), (x, y, w, h)) in zip(found.answer.boxes, theirs, strict=True):
+            edges = ((x - w / 2) * width, (y - h / 2) * height, w * width, h * height)
+            assert box.label == described["names"][int(c)]
+            found_edges = (box.x0, box.y0, box.x1 - box.x0, box.y1 - box.y0)
+            assert found_edges == pytest.approx(edges, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Documents of users: every format, how questions are split, and what is refused."""
+"""Documents of users, conversations of LLaVA: what they say comes out, what is wrong is named."""
 
 import json
 from collections import Counter
@@ -7,18 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.data_sets import noise, picture, write_video
+from tests.support.detection_sets import read_split
 from valora_data import shards
 from valora_data.errors import DataError
 from valora_data.prepare import prepare
-from valora_data.schema import Split, Task
+from valora_data.schema import Answer, Box, Split, Task
 from valora_data.sources.base import Source
-from valora_data.sources.formats.documents import (
-    GAP,
-    WORDINGS,
-    continuations,
-    draw_document,
-    gaps,
-)
+from valora_data.sources.formats import documents as reader
 from valora_data.sources.registry import detect_kind, open_source
 
 TEXT = (
@@ -77,16 +73,18 @@ def test_a_folder_of_texts_is_one_document_that_asks_itself(tmp_path):
     found = read("texts", tmp_path)
     assert all(found.values())
     assert TEXT in found[Split.VAL][0].document.text
-    assert all(GAP in sample.prompt for sample in found[Split.TEST])
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    assert all(reader.GAP in sample.prompt for sample in found[Split.TEST])
+    lines(tmp_path / "questions.jsonl", *QUESTIONS)
     assert {len(read("texts", tmp_path)[split]) for split in (Split.VAL, Split.TEST)} == {4}
 
 
 def test_self_study_asks_what_the_text_answers():
-    for one in continuations(TEXT):
+    for one in reader.continuations(TEXT):
         assert f"{one.question.removeprefix('continue: ')} {one.answers[0]}" in TEXT
-    for one in gaps(TEXT, np.random.default_rng(0)):
-        filled = one.question.removeprefix("which word is missing: ").replace(GAP, one.answers[0])
+    for one in reader.gaps(TEXT, np.random.default_rng(0)):
+        filled = one.question.removeprefix("which word is missing: ").replace(
+            reader.GAP, one.answers[0]
+        )
         known = {one.answers[0], *TEXT.split(), *TEXT.replace(".", " .").split()}
         assert set(filled.split()) <= known
 
@@ -111,28 +109,21 @@ def test_the_text_of_a_pdf_is_read(tmp_path):
     assert read("texts", tmp_path)[Split.TEST][0].document.text == TEXT
 
 
-def test_an_album_is_its_images_and_its_questions(tmp_path):
-    for number in range(3):
-        Image.new("RGB", (20, 20), (number * 80, 0, 0)).save(tmp_path / f"{number}.png")
-    with pytest.raises(DataError, match=r"no questions.jsonl"):
-        read("album", tmp_path)
-    (tmp_path / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
-    found = read("album", tmp_path)
-    assert len(found[Split.TEST][0].document.images) == 3
-    assert all(found.values())
-
-
-def test_a_shard_keeps_the_document(tmp_path):
+def test_an_album_is_its_images_and_its_questions_and_a_shard_keeps_them(tmp_path):
     album = tmp_path / "album"
-    album.mkdir()
-    for number in range(2):
-        Image.new("RGB", (9, 7), (number, 3, 5)).save(album / f"{number}.png")
-    (album / "questions.jsonl").write_text("\n".join(map(json.dumps, QUESTIONS)))
+    for number in range(3):
+        picture(album / f"{number}.png", number)
+    with pytest.raises(DataError, match=r"no questions.jsonl"):
+        read("album", album)
+    lines(album / "questions.jsonl", *QUESTIONS)
+    found = read("album", album)
+    assert all(found.values())
     source = Source("album", Task.CONTEXT, name="vardo", path=str(album))
-    counts = prepare(open_source(source), (), {}, tmp_path / "out")
-    assert counts[Split.TEST] == 4
-    sample = shards.read(tmp_path / "out" / "test")[0]
-    assert [image.getpixel((0, 0)) for image in sample.document.images] == [(0, 3, 5), (1, 3, 5)]
+    assert prepare(open_source(source), (), {}, tmp_path / "out")[Split.TEST] == 4
+    kept = shards.read(tmp_path / "out" / "test")[0].document.images
+    read_images = found[Split.TEST][0].document.images
+    assert [image.tobytes() for image in kept] == [noise(n).tobytes() for n in range(3)]
+    assert [image.tobytes() for image in read_images] == [image.tobytes() for image in kept]
 
 
 def asking(**question):
@@ -190,7 +181,7 @@ def test_drawn_documents_measure_in_a_wording_that_is_not_studied():
 
 
 def test_a_linked_question_has_one_answer_and_does_not_name_the_letter():
-    document = draw_document(np.random.default_rng(7), 29)
+    document = reader.draw_document(np.random.default_rng(7), 29)
     links = document.links()
     told = {(fact.key, fact.attribute): fact.value for fact in document.facts}
     for link in links:
@@ -198,10 +189,93 @@ def test_a_linked_question_has_one_answer_and_does_not_name_the_letter():
                    if (name, value) == link.given}  # fmt: skip
         assert letters == {link.key} and link.given != (link.attribute, link.value)
         assert told[link.key, link.attribute] == link.value
-        for wording in range(len(WORDINGS["color"])):
+        for wording in range(len(reader.WORDINGS["color"])):
             asked = link.question(wording)
             assert link.given[1] in asked and link.attribute in asked
             assert str(link.key) not in asked
     times = Counter((name, value) for (_, name), value in told.items())
     own = Counter(key for (key, name), value in told.items() if times[name, value] == 1)
     assert len(links) == len(set(links)) == 3 * sum(own.values()) > 0
+
+
+def read_talk(folder, entries, task=Task.GROUNDING, name="set.json", **more):
+    """What is read of a file of these entries, whose kind is recognised."""
+    for image in ("a.png", "b.png"):
+        picture(folder / image, ord(image[0]), (200, 100))
+    file = folder / name
+    lines = "\n".join(map(json.dumps, entries)) + "\n\n"
+    file.write_text(lines if name.endswith("l") else json.dumps(entries))
+    return list(read_split(detect_kind(file), file, task=task, **more))
+
+
+def talk(*turns, **entry):
+    said = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)]
+    return {"id": "x", "image": "a.png", "conversations": said} | entry
+
+
+def test_conversations_become_questions(tmp_path):
+    said = [{"role": "user", "content": "<image>Who?"}, {"role": "assistant", "content": "me"}]
+    entries = [
+        talk("<image>\nWho is it?", "me", "And where?", "here", id="first"),
+        {"id": "text", "conversations": talk("hi", "ho")["conversations"]},
+        talk("Why?\n<image>", "so"),
+        {"images": ["b.png"], "messages": said},
+    ]
+    samples = read_talk(tmp_path, entries, Task.VQA)
+    assert [(s.id, s.prompt, s.answer.answers) for s in samples] == [
+        ("first#0", "Who is it?", ("me",)), ("first#1", "And where?", ("here",)),
+        ("x", "Why?", ("so",)), ("2", "Who?", ("me",)),
+    ]  # fmt: skip
+    assert samples[1].image.tobytes() == Image.open(tmp_path / "a.png").tobytes()
+
+
+CAT = Answer((Box(50, 50, 100, 100, "the cat"),))
+TASKS = [
+    (Task.CAPTION, "", "a cat", None, Answer(captions=("a cat",))),
+    (Task.CLASSIFICATION, "What?", "cat", "What?", Answer(label="cat")),
+    (Task.COUNTING, "How many?", "3", "How many?", Answer(count=3)),
+    (Task.GROUNDING, "locate", "<ref>the cat</ref><box>(250,500),(500,1000)</box>", "the cat", CAT),
+    (Task.GROUNDING, "the cat", "[0.25, 0.5, 0.5, 1.0]", "the cat", CAT),
+]
+
+
+@pytest.mark.parametrize(("task", "asked", "said", "prompt", "answer"), TASKS)
+def test_conversations_for_every_task(tmp_path, task, asked, said, prompt, answer):
+    (sample,) = read_talk(tmp_path, [talk(f"<image>\n{asked}", said)], task, "talk.jsonl")
+    assert (sample.id, sample.prompt, sample.answer) == ("x", prompt, answer)
+
+
+def test_several_images_and_videos(tmp_path):
+    write_video(tmp_path / "c.mp4", [20, 60, 100, 140])
+    entries = [
+        talk("<image> and <image>\nsame?", "no", image=["a.png", "b.png"]),
+        talk("<video>\nwhat?", "a fade", image=None, video="c.mp4", id="y"),
+    ]
+    both, video = read_talk(tmp_path, entries, Task.VQA, frames=2)
+    assert (len(both.images), both.prompt) == (2, "and same?")
+    assert both.rest[0].tobytes() == Image.open(tmp_path / "b.png").tobytes()
+    assert (len(video.images), video.prompt) == (2, "what?")
+
+
+USELESS = {
+    "is by human, expected human and gpt in turn": (Task.VQA, talk("hi")),
+    "is by nobody": (Task.VQA, talk()),
+    "has 1 image and 2 <image>": (Task.VQA, talk("<image><image>?", "b")),
+    "question 0: the answer is empty": (Task.VQA, talk("<image>?", "")),
+    "has objects beside its messages": (Task.VQA, talk("<image>?", "b", objects={})),
+    "no conversation has an image": (Task.GROUNDING, talk("?", "[0, 0, 1, 1]", image=None)),
+    "has neither an image nor a question": (Task.VQA, talk("", "b", image=None)),
+    "1 of 1 image has faults": (Task.VQA, talk("<image>?", "b", image="gone.png")),
+    "label 'fox' is not one of cat, dog": (Task.CLASSIFICATION, talk("<image>?", "fox")),
+    "'over there' holds no box": (Task.GROUNDING, talk("<image>?", "over there")),
+    "count 'some' is no whole number": (Task.COUNTING, talk("<image>?", "some")),
+    "llava has no answers for task detection": (Task.DETECTION, talk("<image>?", "b")),
+}
+
+
+@pytest.mark.parametrize("message", list(USELESS))
+def test_conversations_of_no_use(tmp_path, message):
+    task, entry = USELESS[message]
+    labels = ["cat", "dog"] if task is Task.CLASSIFICATION else []
+    with pytest.raises(DataError, match=message):
+        read_talk(tmp_path, [entry], task, labels=labels)

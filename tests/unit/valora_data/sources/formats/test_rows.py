@@ -1,17 +1,19 @@
-"""Folders and tables of images and videos, beside what `datasets` makes of them; shards."""
+"""Folders and tables of images and videos; the frames of videos, and files that have none."""
 
 from io import BytesIO
 
+import av
 import datasets
 import numpy as np
 import pytest
-from PIL import Image
 
-from tests.support.data_sets import metadata, picture
+from tests.support.data_sets import metadata, noise, picture, write_video
 from tests.support.detection_sets import read_split
 from valora_data.errors import DataError
 from valora_data.schema import Answer, Box, Split, Task
 from valora_data.sources.base import Source
+from valora_data.sources.formats import videos
+from valora_data.sources.formats.videos import read_frames
 from valora_data.sources.registry import FORMATS, open_source
 
 
@@ -125,11 +127,6 @@ def read_hub(path, task, labels=(), split=None, **more):
     return read_split("hub", path, split, labels, task, **more)
 
 
-def image(seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (8, 12, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
-
-
 def table(folder, split, features, rows):
     folder.mkdir(exist_ok=True)
     whole = datasets.Dataset.from_list(rows, features=datasets.Features(features))
@@ -142,7 +139,7 @@ FEATURES = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat"
 @pytest.fixture
 def table_of_pets(tmp_path):
     for split, start in (("train", 0), ("validation", 10)):
-        rows = [{"image": image(start + i), "label": i % 3} for i in range(5)]
+        rows = [{"image": noise(start + i), "label": i % 3} for i in range(5)]
         table(tmp_path / "pets", split, FEATURES, rows)
     return tmp_path / "pets"
 
@@ -151,7 +148,7 @@ def test_classes_by_name(table_of_pets):
     assert FORMATS["hub"]().guess_task(str(table_of_pets)) is Task.CLASSIFICATION
     samples = list(read_hub(table_of_pets, Task.CLASSIFICATION, split=Split.VAL))
     assert [s.answer.label for s in samples] == ["cat", "dog", "eel", "cat", "dog"]
-    assert [s.image.tobytes() for s in samples] == [image(10 + i).tobytes() for i in range(5)]
+    assert [s.image.tobytes() for s in samples] == [noise(10 + i).tobytes() for i in range(5)]
     some = list(read_hub(table_of_pets, Task.CLASSIFICATION, ["eel", "cat"]))
     assert [(s.id, s.answer.label) for s in some] == [
         ("train/0", "cat"), ("train/2", "eel"), ("train/3", "cat"),
@@ -159,7 +156,7 @@ def test_classes_by_name(table_of_pets):
 
 
 def test_what_save_to_disk_wrote(tmp_path):
-    rows = [{"image": image(i), "label": i} for i in range(3)]
+    rows = [{"image": noise(i), "label": i} for i in range(3)]
     whole = datasets.Dataset.from_list(rows, features=datasets.Features(FEATURES))
     datasets.DatasetDict({"train": whole, "test": whole}).save_to_disk(tmp_path / "both")
     both = Source("hub", Task.CLASSIFICATION, path=str(tmp_path / "both"))
@@ -174,7 +171,7 @@ def test_objects_and_several_images(tmp_path):
         "bbox": datasets.List(datasets.List(datasets.Value("float32"), length=4)),
         "category": datasets.List(datasets.ClassLabel(names=["cat", "dog"])),
     }
-    rows = [{"image_id": "k", "images": [image(0), image(1)],
+    rows = [{"image_id": "k", "images": [noise(0), noise(1)],
              "objects": {"bbox": [[1, 2, 3, 4], [0, 0, 2, 2]], "category": [1, 0]}}]  # fmt: skip
     features = {"image_id": datasets.Value("string"), "images": datasets.List(datasets.Image()),
                 "objects": objects}  # fmt: skip
@@ -189,7 +186,7 @@ def test_objects_and_several_images(tmp_path):
 def test_rows_are_streamed(tmp_path, monkeypatch):
     """The first sample is there before the last row, which is broken, is read."""
     good = BytesIO()
-    image(0).save(good, "PNG")
+    noise(0).save(good, "PNG")
     raw = [good.getvalue()] * 30 + [b"broken"] * 6
     features = {"image": datasets.Image(), "label": datasets.Value("string")}
     rows = [{"image": {"bytes": part, "path": None}, "label": "cat"} for part in raw]
@@ -221,3 +218,64 @@ def test_tables_of_no_use(table_of_pets):
     ):
         with pytest.raises(DataError, match=message):
             list(read_hub(name, task, labels, columns=columns))
+
+
+def level(image):
+    return float(np.asarray(image)[4:-4, 16:-4].mean())
+
+
+def test_frames_are_taken_uniformly(tmp_path):
+    levels = [20 + 7 * i for i in range(24)]
+    video = write_video(tmp_path / "a.mp4", levels)
+    for source in (video, video.read_bytes()):
+        frames = read_frames(source, 4)
+        assert [(frame.mode, frame.size) for frame in frames] == [("RGB", (32, 16))] * 4
+        shown = [levels[i] for i in (3, 9, 15, 21)]  # the middles of equal parts
+        assert [level(f) for f in frames] == pytest.approx(shown, abs=4)
+    frames = read_frames(write_video(tmp_path / "b.mp4", [40, 200]), 5)  # too short: some repeat
+    assert [level(f) > 120 for f in frames] == [False, False, True, True, True]
+
+
+def test_frames_are_turned_as_a_player_shows_them(tmp_path):
+    """A phone writes what it sees lying down, and says how to turn it."""
+    video = write_video(tmp_path / "a.mp4", [60] * 6)
+    content = bytearray(video.read_bytes())
+    start = content.index(b"tkhd") + 4 + 4 + 20 + 16  # version and flags, times and ids, layer
+    one, minus = (65536).to_bytes(4, "big"), (-65536).to_bytes(4, "big", signed=True)
+    zero, unit = bytes(4), (1 << 30).to_bytes(4, "big")
+    # A quarter turn clockwise.
+    content[start : start + 36] = (zero + one + zero) + (minus + zero + zero) + (zero + zero + unit)
+    video.write_bytes(content)
+    (frame,) = read_frames(video, 1)
+    assert frame.size == (16, 32)
+    pixels = np.asarray(frame).mean(-1)
+    assert pixels[:6].mean() > 230 > 120 > pixels[-6:].mean()  # what was left is now on top
+
+
+def test_what_cannot_be_read(tmp_path):
+    (tmp_path / "broken.mp4").write_bytes(b"no video at all" * 40)
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=16000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate = 16000
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    video = write_video(tmp_path / "cut.avi", [10 * i for i in range(20)])
+    video.write_bytes(video.read_bytes()[: video.stat().st_size * 2 // 3])
+    for name, count, message in (
+        ("no.mp4", 4, r"video no\.mp4 cannot be decoded"),
+        ("broken.mp4", 4, r"video broken\.mp4 cannot be decoded.*repair or remove them"),
+        ("cut.avi", 4, r"video cut\.avi cannot be decoded"),
+        ("sound.mp4", 4, r"video sound\.mp4 has no frames"),
+        ("sound.mp4", 0, r"at least one frame, got 0: raise source\.frames"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_frames(tmp_path / name, count)
+
+
+def test_packets_without_frames(tmp_path, monkeypatch):
+    """Some codecs have packets that show nothing: what counts is what decodes."""
+    video = write_video(tmp_path / "a.mp4", [10 * i for i in range(20)])
+    right = [frame.tobytes() for frame in read_frames(video, 4)]
+    monkeypatch.setattr(videos, "_packets", lambda *_: 27)
+    assert [frame.tobytes() for frame in read_frames(video, 4)] == right

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from valora_serve.types import EngineStats
 
 PERIOD = 0.5  # seconds between two reports of a replica, and between two looks of the server
-STALE = 4.0  # age in seconds from which on a report, or a server, counts as gone
+STALE = 15.0  # age in seconds from which on a report counts as gone; a busy replica is late
+UNUSED = 4.0  # seconds after which a server that does not look counts as gone
 HELD_SECONDS = 30.0  # silence of a replica after which it loses its turn to change what is served
 INSIDE = "inside"  # autoscaling metric of a replica: requests in progress
 
@@ -127,7 +128,7 @@ class Board:
 
     def is_used(self) -> bool:
         """Return whether a server uses the application now."""
-        return self._clock() - self._used < STALE
+        return self._clock() - self._used < UNUSED
 
     def _fresh(self) -> list[Report]:
         since = self._clock() - STALE

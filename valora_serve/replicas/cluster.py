@@ -29,11 +29,12 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from valora_data.contract.files import expanded
 from valora_data.wording import agreeing, plural
 from valora_serve.errors import SettingsError
-from valora_serve.replicas.board import PERIOD, STALE, Board
+from valora_serve.replicas.board import PERIOD, Board
 from valora_serve.replicas.replica import NAMESPACE, EngineReplica
 from valora_serve.server.api.system import own_version
 from valora_serve.server.listen import bind
@@ -63,10 +64,7 @@ async def run(
     settings: ReplicaSettings,
     announce: Callable[[Served | None], None],
 ) -> None:
-    """Start replicas and fronts, and watch these until a signal comes.
-
-    `announce` is called with what is served once the fronts answer.
-    """
+    """Start replicas and fronts, call `announce` once these answer, and watch them to the end."""
     address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
     # Not in another thread: the processes of a Ray that is started here end with that thread.
     join(address)
@@ -152,7 +150,7 @@ class Fronts:
     async def _look(self) -> None:
         """Ask the board for the replicas; while it does not answer, fronts keep what they know."""
         try:
-            reports = await asyncio.wait_for(self._board.look.remote(), STALE)
+            reports = await asyncio.wait_for(self._board.look.remote(), REACH_SECONDS)
         except (TimeoutError, ray.exceptions.RayError) as error:
             log.warning("the board does not answer: %s", error)
             return
@@ -254,13 +252,14 @@ def _share(cores: float, most: float) -> float:
 def pin_board(application: str, server: ServerSettings) -> Any:
     """Return a handle to the board of an application, made on this machine if there is none."""
     file = str(Path(server.state_file).absolute()) if server.adapter_folder else None
+    here = ray.get_runtime_context().get_node_id()
     made = ray.remote(Board).options(
         name=f"{application}-board",
         namespace=NAMESPACE,
         lifetime="detached",  # a server that starts again takes its replicas over
         get_if_exists=True,
         num_cpus=0,
-        resources={f"node:{ray.util.get_node_ip_address()}": 0.001},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         max_restarts=-1,
         max_task_retries=3,
     )

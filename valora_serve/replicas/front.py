@@ -29,7 +29,7 @@ from yarl import URL
 
 from valora_data.errors import ValoraError
 from valora_serve.errors import CancelledRequestError, StoppedError
-from valora_serve.replicas.board import STALE, Report
+from valora_serve.replicas.board import Report
 from valora_serve.routing.base import RecentAdapters, ReplicaState
 from valora_serve.routing.registry import make_router
 from valora_serve.server.access.keys import KeyRing
@@ -50,6 +50,7 @@ MODEL = b"x-valora-model"  # names the model, so that the body is not searched f
 FRONT = b"x-valora-front"  # with a replica's secret, and the connection of the client
 FACTS = b"x-valora-facts"  # of answers: what the log says of the request
 ATTEMPTS = 2  # how often a request is sent, as long as none of its answer has come
+LOST_SECONDS = 4.0  # in which a replica that does not listen is not asked again
 IDLE_SECONDS = 10.0  # less than the 15 after which a replica closes a connection
 _HOP = {
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
@@ -161,7 +162,7 @@ class Front:
 
     def _choose(self, model: str | None, tried: Sequence[Report]) -> Report:
         """The best replica for a model, one of those that were not tried if there is any."""
-        since = time.monotonic() - STALE
+        since = time.monotonic() - LOST_SECONDS
         there = [one for n, one in self._replicas.items() if self._lost.get(n, since) <= since]
         if not there:
             raise StoppedError("No replica runs now: ask again in a moment")

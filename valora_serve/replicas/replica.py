@@ -168,10 +168,7 @@ class Gate:
 
 
 class EngineReplica:
-    """A server that follows the board; Ray Serve calls its methods.
-
-    All get the version of VaLoRA, the address of the fronts' machine, and bundles with hashes.
-    """
+    """A server that follows the board; `host` has the fronts, `bundles` folders and hashes."""
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
         self,

@@ -155,7 +155,7 @@ class DomainSettings(Section):
         """The domain with its task type, contract and prompt completed by those of the task."""
         share, kind = self.of_teacher, self.task or task.type
         if share is None and self.teacher != LABELS:
-            share = task.of_teacher
+            share = task.of_teacher and task.stricter.get(self.name, task.of_teacher)
         prompt = self.prompt
         if task.prompt is not None and "{}" not in prompt:
             heads = kind.spec.detects or (kind.spec.choice and self.labels)
@@ -191,6 +191,7 @@ class TaskSettings(Section):
     type: Task = Task.DETECTION  # of domains without one
     # Share of its teacher's accuracy that a domain with a teacher must keep besides `required`.
     of_teacher: ShareAboveZero | None = None
+    stricter: dict[str, ShareAboveZero] = field(default_factory=dict)  # the same, by domain
     only: Names = field(default_factory=list)  # domains to fuse, in this order; empty: all
     # One prompt for all domains that heads answer, in place of their own: those in one adapter then
     # read one pass of the model, where an image is asked about several of them.
@@ -452,7 +453,8 @@ class Settings(Section):
     def chosen(self) -> list[DomainSettings]:
         """The domains to fuse, in order, of which there must be one."""
         names = self.task.only or list(self.domains)
-        if unknown := [name for name in names if name not in self.domains]:
+        asked = [*names, *self.task.stricter]
+        if unknown := [name for name in asked if name not in self.domains]:
             raise SettingsError(
                 f"unknown domain {unknown[0]!r} of task {self.task.name}: choose from "
                 f"{', '.join(self.domains)}"

@@ -232,7 +232,7 @@ class FusionReport:
             values |= {f"accuracy/{name}": accuracy, f"required/{name}": self._required[name]}
         mlflow.log_metrics(values)
         mlflow.set_tags({"valora.decision": decision.verdict, "valora.reason": decision.reason})
-        name = f"{decision.attempt.name} ({decision.verdict})"
+        name = f"{decision.attempt.name} ({texts.verdict_of(self.records()[-1])})"
         mlflow.MlflowClient().update_run(tracking.active(), name=name)
         if decision.verdict is Verdict.UNREACHABLE:
             mlflow.end_run("FAILED")
@@ -317,11 +317,11 @@ def run_of(settings: Settings, fused: Path, result: Mapping[str, Any]) -> str:
 
 def _log_result(result: Mapping[str, Any]) -> None:
     """Log the result of a fusion into the active run."""
-    verdicts = [attempt["verdict"] for attempt in result["attempts"]]
+    verdicts = [texts.verdict_of(attempt) for attempt in result["attempts"]]
     values = {
         "adapters": len(result["packing"]),
         "attempts": len(verdicts),
-        "rolled_back": verdicts.count(Verdict.ROLLED_BACK),
+        "rolled_back": sum(Verdict.ROLLED_BACK in verdict for verdict in verdicts),
         "fusion_seconds": sum(result["seconds"]),
     }
     for name, facts in result["domains"].items():

@@ -66,7 +66,7 @@ def verdict_of(record: AttemptRecord) -> str:
 
 def _left_out(record: AttemptRecord) -> bool:
     """Whether an adapter was committed without all new domains."""
-    return bool(record["kept"]) and not set(record["new"]) <= set(record["kept"])
+    return bool(record.get("kept")) and not set(record["new"]) <= set(record["kept"])
 
 
 def rejected_lines(attempts: Sequence[AttemptRecord]) -> list[str]:
@@ -241,7 +241,7 @@ def fusion_page(result: Mapping[str, Any], run_id: str) -> str:
         adapters,
     )
     met = sum(facts["status"] == "met" for facts in domains.values())
-    counts = Counter(attempt["verdict"] for attempt in attempts)
+    counts = Counter("committed in part" if _left_out(a) else a["verdict"] for a in attempts)
     verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     head = (
         f"**{plural(len(domains), 'domain')} in {plural(len(result['packing']), 'adapter')}** "

@@ -39,6 +39,7 @@ from tests.bench.valora_serve.sections.populations import populations
 from tests.bench.valora_serve.sections.slo import slo
 from tests.bench.valora_serve.sections.starving import starving
 from tests.bench.valora_serve.sections.switching import switching
+from tests.bench.valora_serve.sections.systems import SYSTEMS, systems
 from tests.bench.valora_serve.sections.tower import tower
 from tests.bench.valora_serve.serve_models import (
     BASES,
@@ -516,6 +517,7 @@ SECTIONS = {
         retrieval,
         video,
         tower,
+        systems,
     )
 }
 
@@ -555,6 +557,7 @@ def options():
     parser.add_argument("--peft-steps", type=int, default=48, help="decode steps that are timed")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS,
                         help="what `ablation` takes away, one at a time")  # fmt: skip
+    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=SYSTEMS)
     parser.add_argument("--window", type=float, default=5,
                         help="seconds of arrivals, from `ablation` on")  # fmt: skip
     parser.add_argument("--answer", type=int, default=64,

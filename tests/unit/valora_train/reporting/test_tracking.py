@@ -329,9 +329,9 @@ def test_every_attempt_is_a_nested_run_and_the_parent_shows_what_was_kept(report
     assert parent.data.metrics["accuracy/bicycle"] == kept
     assert parent.data.metrics["images_per_second/people_count"] == 140.0
     assert parent.data.tags["mlflow.note.content"].startswith("**3 domains in 2 adapters**")
-    assert list(runs)[::-1] == [f"{one.attempt.name} ({one.verdict})" for one in DECISIONS] + [
-        "plate (no adapter)"
-    ]
+    names = [f"{one.attempt.name} ({one.verdict})" for one in DECISIONS]
+    names[2] = "03 bicycle + vehicle → adapter-2 (committed, vehicle rolled back)"
+    assert list(runs)[::-1] == [*names, "plate (no adapter)"]
     back = runs["02 bicycle → adapter-1 (rolled back)"]
     assert back.data.metrics == {
         "accuracy/person": 0.91, "accuracy/bicycle": 0.85, "required/person": 0.5,

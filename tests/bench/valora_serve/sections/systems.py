@@ -1,0 +1,86 @@
+"""The papers' systems as wholes, on VaLoRA's workloads (Figure 14)."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+
+import tests.bench.valora_kernels.operators  # noqa: F401 - registers those of the systems
+from tests.bench.valora_serve.harness import FEW, metrics, skewed, table
+from tests.bench.valora_serve.pictures import Pictures
+from tests.bench.valora_serve.sections.multimodal import ADAPTERS, bursty
+from tests.bench.valora_serve.serve_models import add_head
+
+SYSTEMS = {
+    "dlora": ({"operator": "einsum"}, "dlora", False),
+    "punica": ({"operator": "bgmv"}, "unmerge_only", False),
+    "slora": ({"operator": "static"}, "slora", False),
+    "valora": ({}, "valora", True),
+    "ours": ({}, "cost", True),
+}
+"""Operator, policy, and whether heads answer about video.
+
+dLoRA switches matrix by matrix. All share this engine's attention, pages and graphs, which Punica
+and dLoRA have not; Punica's products are torch's, after its published gather.
+"""
+STREAMS = 4
+
+
+def _retrieval(bench, pictures, names, rate):
+    """Questions about new pictures: most to one adapter, with long answers."""
+    times = bursty(rate, bench.arguments.window, 2.0, 3)
+    chosen = skewed(len(times), ADAPTERS, 0.6, 4)
+    asked = [
+        pictures.prepared(i, names[chosen[i]], [i], words=32, output=bench.arguments.answer)
+        for i in range(len(times))
+    ]
+    return asked, times
+
+
+def _video(bench, pictures, names, heads):
+    """A chunk of each stream in every second; a class by a head or as tokens of the LM head."""
+    arguments, asked, times = bench.arguments, [], []
+    for second, stream in product(range(round(arguments.window)), range(STREAMS)):
+        number = len(asked)
+        which = range(number * arguments.frames, (number + 1) * arguments.frames)
+        name = f"actions-{stream % ADAPTERS}" if heads else names[stream % ADAPTERS]
+        asked.append(
+            pictures.prepared(number, name, which, words=16, output=arguments.label_tokens)
+        )
+        times.append(second + stream / STREAMS)
+    return asked, np.array(times)
+
+
+def systems(bench):
+    """Average token latency of each system on visual retrieval and on video understanding."""
+    labels = tuple(f"action {i}" for i in range(101))
+    rows = []
+    for name in bench.arguments.systems:
+        options, policy, heads = SYSTEMS[name]
+        fresh = bench.started is None or bench.started[2] != FEW | options
+        names = bench.start("valora", ADAPTERS, **(FEW | options))
+        if fresh:
+            bench.warm(names)
+            for i, adapter in enumerate(names):
+                add_head(bench.engine, f"actions-{i}", adapter, labels, seed=i)
+        pictures = Pictures.of(bench)
+        bench.lmm.linears.by_matrix = name == "dlora"
+        bench.policy(policy)
+        for rate in bench.arguments.picture_rates:
+            asked, times = _retrieval(bench, pictures, names, rate)
+            bench.drive(asked[: len(asked) // 2])
+            m = metrics(*bench.drive(asked, times), bench.arguments.slo)
+            rows.append([name, f"retrieval, {rate:g}/s", m["atl"], m["ttft"], m["p99"]])
+            print(rows[-1], flush=True)
+        asked, times = _video(bench, pictures, names, heads)
+        bench.drive(asked[:STREAMS])
+        m = metrics(*bench.drive(asked, times), bench.arguments.slo)
+        rows.append([name, f"video, {STREAMS} streams", m["atl"], m["ttft"], m["p99"]])
+        print(rows[-1], flush=True)
+        bench.lmm.linears.by_matrix = False
+    ours = {work: value for name, work, value, *_ in rows if name == rows[-1][0]}
+    table(f"Systems, {bench.base}",
+          ["system", "workload", "average token latency, ms", "mean TTFT, ms", "p99 latency, ms",
+           f"less with {rows[-1][0]}"],
+          [[*row, f"{1 - ours[row[1]] / row[2]:.0%}"] for row in rows])  # fmt: skip

@@ -32,7 +32,7 @@ class Replica:
                 lines = {name.lower(): value for name, value in lines.items()}
                 self.heads.append((head.splitlines()[0], lines))
                 self.bodies.append(await reader.readexactly(int(lines.get("content-length", 0))))
-                answer = self.answers.pop(0)
+                answer = self.answers.pop(0) if self.answers else None
                 if isinstance(answer, bytes):
                     writer.write(answer)
                     await writer.drain()

@@ -21,7 +21,7 @@ BUDGETS = {
     "tests/*/valora_kernels": 2_086,
     "tests/*/valora_serve": 24_748,
     "tests/unit/bench": 1_508,
-    BENCH: 12_403,
+    BENCH: 12_382,
 }
 
 

@@ -56,6 +56,7 @@ class Shape:
         seconds: Length of a measurement.
         tokens: Tokens of an answer.
         options: Further options of the server.
+        senders: Processes of clients.
     """
 
     base: str
@@ -66,10 +67,10 @@ class Shape:
     seconds: float
     tokens: int
     options: tuple[str, ...] = ()
+    senders: int = 4
 
 
 TINY = Shape("tiny", 6, 4, 3, 8, 6.0, 8, ("--pages", "1000", "--no-profile"))
-SENDERS = 4  # processes of clients
 
 
 def save_adapters(shape, folder):
@@ -180,8 +181,9 @@ class Answer:
 
 def load(url, shape, seconds, *, seed=0, stream=True):
     """Keep `shape.clients` requests in progress, whose adapters are drawn uniformly."""
-    shares = [shape.clients // SENDERS + (n < shape.clients % SENDERS) for n in range(SENDERS)]
-    with ProcessPoolExecutor(SENDERS, multiprocessing.get_context("spawn")) as pool:
+    count = shape.senders
+    shares = [shape.clients // count + (n < shape.clients % count) for n in range(count)]
+    with ProcessPoolExecutor(count, multiprocessing.get_context("spawn")) as pool:
         sent = [
             pool.submit(_load, url, replace(shape, clients=share), seconds, 1000 * seed + n, stream)
             for n, share in enumerate(shares)
@@ -485,18 +487,19 @@ def main():
     parser.add_argument("--clients", type=int, default=64, help="requests in progress")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2], help="replicas")
     parser.add_argument("--fronts", type=int, nargs="+", default=[1, 2, 4], help="of part front")
-    parser.add_argument("--senders", type=int, default=SENDERS, help="processes of clients")
+    parser.add_argument("--senders", type=int, default=TINY.senders, help="processes of clients")
     found = parser.parse_args()
-    globals()["SENDERS"] = found.senders
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the server, too
     if {*found.parts} != {"front"} and not found.tiny and not found.base:
         parser.error("name --base, or use --tiny")
-    few = many = TINY
+    few = many = replace(TINY, senders=found.senders)
     if not found.tiny:
-        few = Shape(found.base, 16, 64, 32, found.clients, found.seconds, 128)
-        many = Shape(
-            found.affinity_base or found.base, 200, 64, 32, 2 * found.clients, found.seconds, 32
-        )
+        few = replace(
+            few, base=found.base, adapters=16, rank=64, slots=32, clients=found.clients,
+            seconds=found.seconds, tokens=128, options=(),
+        )  # fmt: skip
+        base = found.affinity_base or found.base
+        many = replace(few, base=base, adapters=200, clients=2 * found.clients, tokens=32)
     console = Console()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -224,7 +224,7 @@ def metrics(done, wall, slo=6.0):
     ]
     return {
         "atl": 1e3 * sum(latency) / tokens,
-        "per_output": 1e3 * sum(latency) / out,
+        "per_output": 1e3 * sum(latency) / out if out else None,  # heads write none
         "ttft": 1e3 * statistics.mean(first),
         "between": 1e3 * statistics.mean(between),
         "requests": len(done) / wall,

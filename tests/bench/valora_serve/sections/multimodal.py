@@ -25,21 +25,25 @@ def bursty(rate, seconds, cv, seed):
     return times[times < seconds]
 
 
+def questions(bench, pictures, names, rate):
+    """Questions about new pictures, most to one adapter, and the seconds at which they arrive."""
+    times = bursty(rate, bench.arguments.window, 2.0, 3)
+    chosen = skewed(len(times), ADAPTERS, 0.6, 4)
+    asked = [
+        pictures.prepared(i, names[chosen[i]], [i], words=32, output=bench.arguments.answer)
+        for i in range(len(times))
+    ]
+    return asked, times
+
+
 def retrieval(bench):
     """Visual retrieval: a question about a new picture, answered by the LM head."""
     arguments = bench.arguments
     names = bench.start("cost", ADAPTERS, **FEW)
     bench.warm(names)
     pictures = Pictures.of(bench)
-    rows, workloads = [], {}
-    for rate in arguments.picture_rates:
-        times = bursty(rate, arguments.window, 2.0, 3)
-        chosen = skewed(len(times), ADAPTERS, 0.6, 4)
-        asked = [
-            pictures.prepared(i, names[chosen[i]], [i], words=32, output=arguments.answer)
-            for i in range(len(times))
-        ]
-        workloads[rate] = asked, times
+    rates = arguments.picture_rates
+    rows, workloads = [], {rate: questions(bench, pictures, names, rate) for rate in rates}
     for policy, (rate, (asked, times)) in product(arguments.policies, workloads.items()):
         if not rows:
             bench.drive(asked[:8])
@@ -70,7 +74,7 @@ def _retrieval_by_peft(peft, workloads):
     return rows
 
 
-def _chunks(bench, pictures, targets, streams):
+def chunks(bench, pictures, targets, streams):
     """Chunks of so many streams, and the seconds at which they arrive."""
     arguments = bench.arguments
     times, asked = [], []
@@ -108,7 +112,7 @@ def _in_real_time(bench, pictures, targets, lasts):
     medians = {0: None}
 
     def keeps_up(streams):
-        asked, times = _chunks(bench, pictures, targets, streams)
+        asked, times = chunks(bench, pictures, targets, streams)
         latency = lasts(asked, times)
         share = sum(seconds <= LIMIT for seconds in latency) / len(asked)
         medians[streams] = 1e3 * float(np.median(latency)) if latency else None

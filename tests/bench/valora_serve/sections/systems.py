@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import product
-
-import numpy as np
-
 import tests.bench.valora_kernels.operators  # noqa: F401 - registers those of the systems
-from tests.bench.valora_serve.harness import FEW, metrics, skewed, table
+from tests.bench.valora_serve.harness import FEW, metrics, table
 from tests.bench.valora_serve.pictures import Pictures
-from tests.bench.valora_serve.sections.multimodal import ADAPTERS, bursty
+from tests.bench.valora_serve.sections.multimodal import ADAPTERS, chunks, questions
 from tests.bench.valora_serve.serve_models import add_head
 
 SYSTEMS = {
@@ -25,31 +21,6 @@ dLoRA switches matrix by matrix. All share this engine's attention, pages and gr
 and dLoRA have not; Punica's products are torch's, after its published gather.
 """
 STREAMS = 4
-
-
-def _retrieval(bench, pictures, names, rate):
-    """Questions about new pictures: most to one adapter, with long answers."""
-    times = bursty(rate, bench.arguments.window, 2.0, 3)
-    chosen = skewed(len(times), ADAPTERS, 0.6, 4)
-    asked = [
-        pictures.prepared(i, names[chosen[i]], [i], words=32, output=bench.arguments.answer)
-        for i in range(len(times))
-    ]
-    return asked, times
-
-
-def _video(bench, pictures, names, heads):
-    """A chunk of each stream in every second; a class by a head or as tokens of the LM head."""
-    arguments, asked, times = bench.arguments, [], []
-    for second, stream in product(range(round(arguments.window)), range(STREAMS)):
-        number = len(asked)
-        which = range(number * arguments.frames, (number + 1) * arguments.frames)
-        name = f"actions-{stream % ADAPTERS}" if heads else names[stream % ADAPTERS]
-        asked.append(
-            pictures.prepared(number, name, which, words=16, output=arguments.label_tokens)
-        )
-        times.append(second + stream / STREAMS)
-    return asked, np.array(times)
 
 
 def systems(bench):
@@ -68,12 +39,13 @@ def systems(bench):
         bench.lmm.linears.by_matrix = name == "dlora"
         bench.policy(policy)
         for rate in bench.arguments.picture_rates:
-            asked, times = _retrieval(bench, pictures, names, rate)
+            asked, times = questions(bench, pictures, names, rate)
             bench.drive(asked[: len(asked) // 2])
             m = metrics(*bench.drive(asked, times), bench.arguments.slo)
             rows.append([name, f"retrieval, {rate:g}/s", m["atl"], m["ttft"], m["p99"]])
             print(rows[-1], flush=True)
-        asked, times = _video(bench, pictures, names, heads)
+        targets = [f"actions-{i}" for i in range(ADAPTERS)] if heads else names
+        asked, times = chunks(bench, pictures, targets, STREAMS)
         bench.drive(asked[:STREAMS])
         m = metrics(*bench.drive(asked, times), bench.arguments.slo)
         rows.append([name, f"video, {STREAMS} streams", m["atl"], m["ttft"], m["p99"]])

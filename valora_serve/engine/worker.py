@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ from valora_data.errors import ValoraError
 from valora_data.hashing import file_hash
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.engine.engine import Engine
-from valora_serve.engine.workers import FAILED, HELD, READY, STARTED, device_of
-from valora_serve.errors import AdapterError
+from valora_serve.engine.workers import FAILED, READY, STARTED, device_of
 from valora_serve.memory.unified import PackedAdapter, PackedPrefix
 from valora_serve.parallel.group import Group, make_store
 from valora_serve.pauses import short_pauses
@@ -39,6 +39,7 @@ class Worker:
 
     def __init__(self, engine: Engine, answer: Callable[[int, object], None]) -> None:
         self._engine, self._answer = engine, answer
+        self._packed: dict[int, PackedAdapter | PackedPrefix] = {}  # by the number of the call
         # Beside the steps, with this process's GPU.
         device, use = engine.device, torch.cuda.set_device
         self._beside = ThreadPoolExecutor(
@@ -49,50 +50,47 @@ class Worker:
         self, number: int, name: str, arguments: Sequence[Any], tables: Any, dropped: Sequence[int]
     ) -> None:
         """Make a call of rank 0; see `Workers.call`."""
-        adapters = self._engine.adapters
-        adapters.ranks[:], adapters.scalings[:] = tables
+        engine = self._engine
+        engine.adapters.ranks[:], engine.adapters.scalings[:] = tables
         for one in dropped:
-            HELD.pop(one, None)  # what could not be packed is not there
+            self._packed.pop(one, None)  # what could not be packed is not there
         if name == "pack":
             self._beside.submit(self._pack, number, *arguments)
         elif name == "activate":
-            self._activate(*arguments)
+            names, how = arguments
+            engine.lmm.linears.activate(names, engine.memory.lora, **how)
+            engine.runner.has_lora = True
+        elif name == "copy":
+            path, packed, pages, slot = arguments
+            entry = SimpleNamespace(packed=self._packed[packed], pages=pages, slot=slot)
+            if (copied := attrgetter(path)(engine)(entry)) is not None:
+                self._beside.submit(self._await, copied, number)
         else:
-            found = attrgetter(name)(self._engine)(*arguments)
-            if isinstance(found, torch.cuda.Event):
-                self._beside.submit(self._await, found, number)
+            attrgetter(name)(engine)(*arguments)
 
     def _await(self, copied: torch.cuda.Event, number: int) -> None:
         copied.synchronize()
         self._answer(number, None)
 
-    def _activate(self, names: Sequence[str], how: dict[str, Any]) -> None:
-        engine = self._engine
-        engine.lmm.linears.activate(names, engine.memory.lora, **how)
-        engine.runner.has_lora = True
-
     def _pack(self, number: int, source: Path, content: str) -> None:
-        wrong: str | None = None
+        """Read an adapter's folder, or a prefix's file that rank 0 has checked; pack a part."""
+        lmm, memory, wrong = self._engine.lmm, self._engine.memory, None
         try:
-            HELD[number] = self._packed(source, content)
+            adapter = read_adapter(source, lmm.targets) if source.is_dir() else None
+            if content != (file_hash(source) if adapter is None else adapter.content):
+                wrong = f"{source} was changed while it was loaded: load it again"
+            elif adapter is not None:
+                self._packed[number] = memory.pack(adapter)
+            else:
+                _, tensors = read_safetensors(source, FILE_BYTES)
+                parts = (tensors[name][:, lmm.own_kv_heads] for name in ("keys", "values"))
+                self._packed[number] = memory.pack_prefix(source.stem, content, *parts)
         except ValoraError as error:
             wrong = str(error)
         except Exception as error:
             log.exception("packing %s", source)
             wrong = f"{source} cannot be packed: {error}"
         self._answer(number, wrong)
-
-    def _packed(self, source: Path, content: str) -> PackedAdapter | PackedPrefix:
-        """Read an adapter's folder, or a prefix's file that rank 0 has checked; pack a part."""
-        lmm, memory = self._engine.lmm, self._engine.memory
-        adapter = read_adapter(source, lmm.targets) if source.is_dir() else None
-        if content != (file_hash(source) if adapter is None else adapter.content):
-            raise AdapterError(f"{source} was changed while it was loaded: load it again")
-        if adapter is not None:
-            return memory.pack(adapter)
-        _, tensors = read_safetensors(source, FILE_BYTES)
-        keys, values = (tensors[name][:, lmm.own_kv_heads] for name in ("keys", "values"))
-        return memory.pack_prefix(source.stem, content, keys, values)
 
 
 def _end_with(parent: int) -> None:
@@ -103,7 +101,7 @@ def _end_with(parent: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point; the argument is the file descriptor of the pipe to rank 0."""
+    """Entry point; the argument is the file descriptor of a pipe to rank 0."""
     for one in (signal.SIGINT, signal.SIGTERM):  # rank 0 says when to stop
         signal.signal(one, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()

@@ -36,7 +36,6 @@ from valora_serve.engine import sizing
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import AdapterError, SettingsError, StoppedError
 from valora_serve.memory.residency import Copy, Entry
-from valora_serve.memory.unified import PackedAdapter, PackedPrefix
 from valora_serve.model.split_model import check_split
 from valora_serve.model.split_runner import FORMS
 from valora_serve.parallel.group import Group, make_store
@@ -53,9 +52,6 @@ EVERYWHERE = (
     "lmm.linears.merge", "lmm.linears.unmerge", "lmm.linears.is_finite",
 )  # fmt: skip
 """What all ranks call of their engines when rank 0 does."""
-
-HELD: dict[int, PackedAdapter | PackedPrefix] = {}
-"""A worker's parts of what is packed, by the numbers of the calls."""
 
 
 def device_of(settings: EngineSettings, rank: int) -> torch.device:
@@ -89,16 +85,14 @@ class Workers:
         self.group: Group | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._gone, self._closing = threading.Event(), False
+        self._closing = False
         self._answers: defaultdict[int, list[Any]] = defaultdict(list)  # by number
-        self._answered = threading.Condition()
+        self._news = threading.Condition()  # answers, or that a process has ended
         self._sending = threading.Lock()
         self._next = itertools.count(READY + 1)
         self._dropped: deque[int] = deque()
-        self._held: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._packed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._tables: tuple[Any, ...] = ()
-        named = dict.fromkeys((PackedAdapter, PackedPrefix), self._name)
-        self._forms = {**copyreg.dispatch_table, **FORMS, **named}
         size, device = settings.tensor_parallel, device_of(settings, 0)
         check_split(settings.base, size)
         store = make_store(size)
@@ -118,17 +112,13 @@ class Workers:
     def _start(self, orders: tuple[object, ...]) -> None:
         """Start a fresh interpreter (a forked one has no GPU) in a session without Ctrl-C."""
         ours, theirs = multiprocessing.Pipe()
-        end = theirs.fileno()
-        process = subprocess.Popen(
-            [sys.executable, "-m", self.module, str(end)],
-            pass_fds=[end],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # rank 0's standard output is its own
-            start_new_session=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        theirs.close()
-        self.processes.append(process)
+        with theirs:
+            self.processes.append(subprocess.Popen(
+                [sys.executable, "-m", self.module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], start_new_session=True, stdin=subprocess.DEVNULL,
+                stdout=2,  # rank 0's standard output is its own
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            ))  # fmt: skip
         self._pipes.append(ours)
         ours.send(orders)
 
@@ -155,7 +145,7 @@ class Workers:
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
             message = io.BytesIO()
             pickler = pickle.Pickler(message, pickle.HIGHEST_PROTOCOL)
-            pickler.dispatch_table = self._forms
+            pickler.dispatch_table = {**copyreg.dispatch_table, **FORMS}
             pickler.dump((number, name, arguments, self._tables, dropped))
             for pipe in self._pipes:
                 pipe.send_bytes(message.getbuffer())
@@ -165,16 +155,13 @@ class Workers:
         self.call(path, *arguments)
         return method(*arguments)
 
-    def _activate(
-        self, _: str, method: Callable[..., None], names: Any, lora: Any, **how: Any
-    ) -> None:
+    def _activate(self, _: str, method: Any, names: Any, lora: Any, **how: Any) -> None:
         method(names, lora, **how)  # first, as there may be no memory for it
         self.call("activate", sorted(names), how)
 
     def _copy(self, path: str, method: Callable[..., Copy | None], entry: Entry[Any]) -> Any:
-        what = SimpleNamespace(packed=entry.packed, pages=entry.pages, slot=entry.slot)
-        number, copied = self.call(path, what), method(entry)
-        if copied is None:  # as on all CPUs before their next step
+        number = self.call("copy", path, self._packed[entry.packed], entry.pages, entry.slot)
+        if (copied := method(entry)) is None:  # as on all CPUs before their next step
             return None
         return SimpleNamespace(query=lambda: copied.query() and bool(self._answers_to(number)))
 
@@ -190,12 +177,9 @@ class Workers:
                 self._dropped.append(number)
         if wrong:
             raise AdapterError(wrong[0])
-        self._held[packed] = number
+        self._packed[packed] = number
         weakref.finalize(packed, self._dropped.append, number).atexit = False
         return packed
-
-    def _name(self, packed: object) -> tuple[Callable[[int], Any], tuple[int]]:
-        return held, (self._held[packed],)
 
     def _answers_to(self, number: int) -> list[Any] | None:
         """Return the workers' answers to a call once, when all are there."""
@@ -203,8 +187,8 @@ class Workers:
         return self._answers.pop(number) if complete else None
 
     def _await(self, number: int) -> list[Any]:
-        with self._answered:
-            found = self._answered.wait_for(lambda: self.lost or self._answers_to(number))
+        with self._news:
+            found = self._news.wait_for(lambda: self.lost or self._answers_to(number))
         self.check()
         assert isinstance(found, list)
         return found
@@ -224,7 +208,8 @@ class Workers:
         except ValoraError:
             raise  # it says itself what is wrong
         except Exception as error:
-            self._gone.wait(LOST_SECONDS)
+            with self._news:
+                self._news.wait_for(lambda: self.lost, LOST_SECONDS)
             if self.lost is None:
                 raise
             raise StoppedError(self.lost) from error
@@ -241,22 +226,21 @@ class Workers:
                     return self._lose(rank, _end_of(self.processes[rank - 1]))
                 if number == FAILED:
                     return self._lose(rank, f"failed: {value}")
-                with self._answered:
+                with self._news:
                     self._answers[number].append(value)
-                    self._answered.notify_all()
+                    self._news.notify_all()
 
     def _lose(self, rank: int, how: str) -> None:
         if self._closing:
             return
         size = len(self.processes) + 1
         reason = f"process {rank} of the tensor-parallel group of {size} {how}: restart the server"
-        self.lost = reason
         log.error("%s", reason)
         for process in self.processes:
             process.kill()
-        with self._answered:
-            self._answered.notify_all()
-        self._gone.set()
+        with self._news:
+            self.lost = reason
+            self._news.notify_all()
         if self.group is not None:
             threading.Thread(target=self.group.abort, daemon=True).start()  # it may take long
         self.on_lost(reason)
@@ -280,24 +264,17 @@ class Workers:
 
     def _end_all(self) -> None:
         self._closing = True
-        for process in self.processes:
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
             process.kill()
             process.wait()
-        for pipe in self._pipes:
             pipe.close()
 
 
-def held(number: int) -> PackedAdapter | PackedPrefix:
-    """Return what rank 0 has named."""
-    return HELD[number]
-
-
 def _end_of(process: subprocess.Popen[bytes]) -> str:
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    try:
         code = process.wait(LOST_SECONDS)
-        return (
-            f"was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
-    return "closed its connection"
+    except subprocess.TimeoutExpired:
+        return "closed its connection"
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"

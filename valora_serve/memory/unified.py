@@ -222,8 +222,8 @@ class UnifiedMemory:
             _, index, group = self._projections[run.module]
             a, b = pair.a, pair.b
             if group.share is not None:
-                a = a[:, group.share.inputs(index, a.shape[1])]
-                b = b[group.share.outputs(index, len(b))]
+                a = a[:, group.share.part(index, a.shape[1], inputs=True)]
+                b = b[group.share.part(index, len(b), inputs=False)]
             part = (b.T if run.part else a)[run.first : run.first + run.rows]
             if run.part == 1 and pair.scaling != adapter.scaling:
                 part = part.float() * (pair.scaling / adapter.scaling)

@@ -269,15 +269,16 @@ class Linears:
         text = {name: one for name, one in self.group_of.items() if one[0].spec.part == "text"}
         if not text:
             return {}
-        weights = (group.matrix(index) for group, index in text.values())
-        norms = [torch.linalg.vector_norm(w, dtype=torch.float32) / len(w) ** 0.5 for w in weights]
-        whole = self._whole_norms(list(text), torch.stack(norms))
-        return dict(zip(text, whole.tolist(), strict=True))
+        weights = [group.matrix(index) for group, index in text.values()]
+        norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in weights]
+        whole = [s.size if (s := group.spec.share) and s.row else 1 for group, _ in text.values()]
+        rows = [len(weight) / size for weight, size in zip(weights, whole, strict=True)]
+        sums = torch.stack((torch.stack(norms).square(), norms[0].new_tensor(rows)))
+        self._sum(sums)
+        return dict(zip(text, (sums[0] / sums[1]).sqrt().tolist(), strict=True))
 
-    def _whole_norms(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        """The norms of whole linears, of which this process may hold parts."""
-        del names
-        return norms
+    def _sum(self, values: Tensor) -> None:
+        """Sum over the processes that hold parts of the weights; this is the only one."""
 
     def activate(
         self, names: Collection[str], lora: Mapping[str, LoraWeights], *, mergeable: bool

@@ -18,7 +18,7 @@ from valora_data.models.base import LLAMA, LinearNames
 from valora_kernels import two_steps
 from valora_kernels.weights import LoraWeights
 from valora_serve.model.linears import LinearGroup, Linears
-from valora_serve.parallel.partition import LoraParallel, Share, Slice, share_of
+from valora_serve.parallel.partition import LoraParallel, Share, Slice
 
 if TYPE_CHECKING:
     from valora_kernels.metadata import LoraBatch
@@ -52,14 +52,14 @@ class SplitGroup(LinearGroup):
 
     def _with_exchange(self, x: Tensor, lora: LoraWeights, batch: LoraBatch) -> Tensor:
         """x·Wᵀ + bias + LoRA of this rank's part, with x·Aᵀ summed: [rows, outputs]."""
-        own = x if self.share.row else x[:, self.share.inputs(0, x.shape[1])]
+        own = x if self.share.row else x[:, self.share.part(0, x.shape[1], inputs=True)]
         shrunk = two_steps.shrink(own, lora, batch)
         wait = self._group.start_all_reduce(shrunk.h)
         y = self._base(x)
         wait()
         ys: Sequence[Tensor] = y.split(self.spec.out_features, dim=1)
         if self.share.row:
-            ys = [y[:, self.share.outputs(0, y.shape[1])]]
+            ys = [y[:, self.share.part(0, y.shape[1], inputs=False)]]
         two_steps.expand(ys, shrunk, lora, batch)
         return y
 
@@ -88,14 +88,14 @@ class SplitLinears(Linears):
                 return LinearGroup(spec, linears, *shared)
             own = [slices[module] for module in spec.modules]
             width = spec.out_features[0] if own[0].row else spec.in_features
-            share = share_of(own, width, lora, rank=group.rank, size=group.size)
+            share = Share.of(own, width, lora, group.rank, group.size)
             return SplitGroup(replace(spec, share=share), linears, *shared, group=group)
 
         made = Linears.of(model, parts, make, names)
         return cls(made.groups, made.group_of, made.scope, group=group)
 
     def merge(self, slot: int, rank: int, scaling: float) -> None:
-        """Merge an adapter into this rank's part of the weights, see `Linears.merge`."""
+        """Merge an adapter into this rank's part of the weights."""
         for one, whole in self._whole:
             assert one.lora is not None
             own = [one.lora.rows_of(p, slot, rank)[one.share.row] for p in range(len(whole))]
@@ -109,7 +109,6 @@ class SplitLinears(Linears):
     def _bind(self) -> None:
         found = {name: one.lora for name, one in self.groups.items() if one.lora is not None}
         merged = {module for memory in self.merged for module in memory.shapes}
-        tables: dict[tuple[int, int], Tensor] = {}
         self._whole = []
         for name, lora in found.items():
             one, count = self.groups[name], len(lora.out_features)
@@ -119,25 +118,12 @@ class SplitLinears(Linears):
             width = outputs[0] if one.share.row else inputs
             whole = lora.a.new_zeros((count, lora.max_rank, width))
             self._whole.append((one, whole))
-            if (count, width) not in tables:  # the same rows in every slot
-                rows = width * torch.arange(count * lora.max_rank, device=whole.device)
-                table = rows.view(count, 1, -1).expand(-1, lora.slots, -1)
-                tables[count, width] = table.contiguous()
-            table = tables[count, width]
-            own: Any = {"a": whole, "a_table": table}
-            if one.share.row:
-                own = {"b": whole, "b_table": table}
+            rows = width * torch.arange(count * lora.max_rank, device=whole.device)
+            table = rows.view(count, 1, -1).repeat(1, lora.slots, 1)  # the same in every slot
+            part = "b" if one.share.row else "a"
+            own: dict[str, Any] = {part: whole, f"{part}_table": table}
             found[name] = replace(lora, in_features=inputs, out_features=outputs, **own)
         self._bind_to(found)
 
-    def _whole_norms(self, names: Sequence[str], norms: Tensor) -> Tensor:
-        rows, totals = [], []
-        for name in names:
-            group, index = self.group_of[name]
-            rows.append(len(group.matrix(index)))
-            whole = isinstance(group, SplitGroup) and group.share.row
-            totals.append(rows[-1] * (1 if whole else self.group.size))
-        like: dict[str, Any] = {"dtype": norms.dtype, "device": norms.device}
-        squares = norms.square() * torch.tensor(rows, **like)
-        self.group.all_reduce(squares)
-        return (squares / torch.tensor(totals, **like)).sqrt()
+    def _sum(self, values: Tensor) -> None:
+        self.group.all_reduce(values)

@@ -29,15 +29,13 @@ HEAD = "lm_head"  # path of the output layer
 
 @dataclass(slots=True)
 class SplitReader:
-    """Reads this rank's part of a base model; called like transformers' ``from_pretrained``."""
+    """Reads a rank's part of a base model; called like transformers' ``from_pretrained``."""
 
     base: str
     group: Group
     quantize: str | None = None
-    # Part of every linear layer of the decoder, by path.
-    slices: dict[str, Slice] = field(default_factory=dict)
-    # Linear layers that adapters on disk name, with the sizes of the whole model.
-    targets: ModelTargets | None = None
+    slices: dict[str, Slice] = field(default_factory=dict)  # of the decoder's linears, by path
+    targets: ModelTargets | None = None  # those of adapters, with the sizes of the whole model
 
     def __call__(self, source: str, *, dtype: torch.dtype, **options: Any) -> Any:
         """Read the model to the group's device."""
@@ -62,7 +60,7 @@ class SplitReader:
         for name in ("__name__", "__qualname__", "__module__"):
             setattr(Part, name, getattr(kind, name))
         return Part.from_pretrained(
-            source, dtype=dtype, device_map={"": self.group.device}, **options
+            source, dtype=dtype, device_map={"": self.group.device}, use_safetensors=True, **options
         )
 
     def cut(self, model: Any) -> None:
@@ -71,12 +69,10 @@ class SplitReader:
         self.targets = ModelTargets.of(model, architecture)
         parts = architecture.adaptable(model).items()
         inside = tuple(f"{path}." for path, part in parts if part is ModelPart.LANGUAGE)
-        modules = dict(model.named_modules())
         linears = {
-            path: module
-            for path, module in modules.items()
+            path: module for path, module in model.named_modules()
             if isinstance(module, nn.Linear) and path.startswith(inside)
-        }
+        }  # fmt: skip
         text = model.config.get_text_config()
         heads = int(text.num_attention_heads)
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
@@ -102,26 +98,24 @@ class SplitReader:
             names=architecture.linears,
         )
         if not getattr(model.config, "tie_word_embeddings", False):
-            linears[HEAD] = modules[HEAD]
-            self.slices[HEAD] = _vocabulary_slice(len(modules[HEAD].weight), self.group)
+            linears[HEAD] = model.get_submodule(HEAD)
+            self.slices[HEAD] = _vocabulary_slice(len(linears[HEAD].weight), self.group)
         for path, part in self.slices.items():
-            _cut(linears[path], part)
+            for name, weight in list(linears[path].named_parameters(recurse=False)):
+                cut = nn.Parameter(_part_of(weight, part, weight.ndim).clone(), False)
+                setattr(linears[path], name, cut)
 
     def open(
         self, model: Any, files: Sequence[str] | None, dtype: torch.dtype, load_config: Any
     ) -> dict[str, Any]:
         """Return the weights in safetensors files by their names there, to be read one by one."""
         from safetensors import safe_open
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            rename_source_key,
-        )
+        from transformers import core_model_loading as loading
 
         known = load_config.weight_mapping or []
-        renamings = [one for one in known if isinstance(one, WeightRenaming)]
-        converters = [one for one in known if isinstance(one, WeightConverter)]
-        present = model.state_dict()
+        kinds = (loading.WeightRenaming, loading.WeightConverter)
+        mapping: Any = [[one for one in known if isinstance(one, kind)] for kind in kinds]
+        mapping += model.base_model_prefix, model.state_dict()
         device = self.group.device
         if self.quantize is not None:
             quantized.check_library(device.type)
@@ -131,17 +125,10 @@ class SplitReader:
 
         found: dict[str, Any] = {}
         for file in files or ():
-            if not str(file).endswith(".safetensors"):
-                raise SettingsError(
-                    f"tensor_parallel: base model {self.base} is not saved as safetensors, which "
-                    "can be read in parts: save it again with save_pretrained"
-                )
             # The handle lives as long as its slices do.
             opened: Any = safe_open(file, framework="pt")
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                target, combined = rename_source_key(
-                    name, renamings, converters, model.base_model_prefix, present
-                )
+                target, combined = loading.rename_source_key(name, *mapping)
                 path, _, leaf = target.rpartition(".")
                 found[name] = opened.get_slice(name)
                 if (part := self.slices.get(path)) is None:
@@ -157,7 +144,7 @@ class SplitReader:
 
 
 def check_split(base: str, size: int) -> None:
-    """Check that a base model can be split over processes, before any is started."""
+    """Check that a base model can be split, before processes are started."""
     from transformers import AutoConfig
 
     import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
@@ -181,14 +168,9 @@ class _Part:
 
     def __getitem__(self, index: Any) -> Tensor:
         assert index is Ellipsis
-        values, own = self._values, slice(self._part.start, self._part.stop)
-        if self._rounded is not None:  # blocks of a matrix are rounded together
-            values = self._rounded(values[...])
-        if not self._part.row:
-            found: Tensor = values[own]
-        else:  # a bias is whole where the inputs are split
-            found = values[...] if len(self.get_shape()) == 1 else values[:, own]
-        return found.contiguous()
+        # Blocks of a matrix are rounded together.
+        values = self._values if self._rounded is None else self._rounded(self._values[...])
+        return _part_of(values, self._part, len(self.get_shape())).contiguous()
 
 
 class SplitHead(nn.Module):
@@ -218,11 +200,11 @@ def _vocabulary_slice(vocabulary: int, group: Group) -> Slice:
     return Slice(False, *(min(each * n, vocabulary) for n in (group.rank, group.rank + 1)))
 
 
-def _cut(linear: nn.Linear, part: Slice) -> None:
-    """Cut the parameters of a linear layer without memory; its attributes stay."""
-    outputs, inputs = linear.weight.shape
-    width = part.stop - part.start
-    shape = (outputs, width) if part.row else (width, inputs)
-    linear.weight = nn.Parameter(linear.weight.new_empty(shape), requires_grad=False)
-    if linear.bias is not None and not part.row:
-        linear.bias = nn.Parameter(linear.bias.new_empty(width), requires_grad=False)
+def _part_of(values: Any, part: Slice, ndim: int = 2) -> Tensor:
+    """A part of a weight or bias, which is whole where the inputs are split."""
+    if part.row and ndim == 1:
+        found: Tensor = values[...]
+        return found
+    own = slice(part.start, part.stop)
+    found = values[:, own] if part.row else values[own]
+    return found

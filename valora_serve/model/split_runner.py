@@ -17,14 +17,14 @@ from valora_serve.types import SamplingParams
 
 
 class SplitRunner(ModelRunner):
-    """The runner of one rank; all make the same steps. Images and chance are those of rank 0."""
+    """The runner of a rank; all make the same steps. Images and chance are those of rank 0."""
 
     def __init__(self, group: Group, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._group = group
 
     def compile_together(self, *_: Any, **__: Any) -> None:
-        """Do nothing: split linears compute with all ranks only, in the same order."""
+        """Nothing: split linears compute with all ranks only, in the same order."""
 
     def _sample(self, logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
         if all(choice.is_argmax for choice in choices):  # the logits are everywhere the same
@@ -43,26 +43,25 @@ class SplitRunner(ModelRunner):
         return found
 
 
-GREEDY = TokenChoice(SamplingParams(temperature=0.0))
-DRAWN = TokenChoice(SamplingParams(temperature=1.0))
+CHOICES = [TokenChoice(SamplingParams(temperature=1.0 - greedy)) for greedy in (False, True)]
 
 
 def _choice(greedy: bool) -> TokenChoice:
-    return GREEDY if greedy else DRAWN
+    return CHOICES[greedy]
 
 
 def _blank(shape: Sequence[int], dtype: torch.dtype, device: str, layers: int) -> VisualFeatures:
-    part = torch.zeros(tuple(shape), dtype=dtype, device=device)
+    part = torch.zeros(shape, dtype=dtype, device=device)
     return VisualFeatures(part, (part,) * layers)
 
 
 def _form_of_features(one: VisualFeatures) -> tuple[Any, ...]:
     part = one.embeddings
-    return _blank, (tuple(part.shape), part.dtype, part.device.type, len(one.deep))
+    return _blank, (part.shape, part.dtype, part.device.type, len(one.deep))
 
 
+# How a step is pickled: what rank 0 alone needs, or sends through the group, is left out.
 FORMS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     TokenChoice: lambda one: (_choice, (one.is_argmax,)),
     VisualFeatures: _form_of_features,
 }
-"""How a step is pickled: what rank 0 alone needs, or sends through the group, is left out."""

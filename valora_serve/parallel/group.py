@@ -33,7 +33,7 @@ RELEASE_SECONDS = 2.0  # for which kernels that wait are let go; a step has a fe
 
 
 def make_store(size: int, port: int = 0) -> Any:
-    """Return the store at which processes meet; rank 0 leaves its port open, and others name it."""
+    """The store at which processes meet; rank 0 leaves its port open, and others name it."""
     make: Any = dist.TCPStore  # type: ignore[attr-defined]
     return make("127.0.0.1", port, size, is_master=not port, wait_for_workers=False)
 
@@ -48,9 +48,9 @@ class PeerMemory:
     buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
 
+    # Whether this process has opened one: torch keeps the store of a group's name for the life of
+    # the process, so that a second group would wait at the first one's.
     opened: ClassVar[bool] = False
-    """Whether this process has opened one: torch keeps the store of a group's name for the life of
-    the process, so that a second group would wait at the first one's."""
 
     @classmethod
     def open(cls, rank: int, size: int, device: torch.device) -> PeerMemory | None:
@@ -63,9 +63,8 @@ class PeerMemory:
         if not int(agreed):
             return None
         cls.opened = True
-        from torch.distributed import _symmetric_memory
+        from torch.distributed import _symmetric_memory as symmetric
 
-        symmetric: Any = _symmetric_memory
         world: Any = dist.group.WORLD
         found = cls(world.group_name, rank, size)
         try:
@@ -127,11 +126,10 @@ def signal_all(pads: Sequence[Tensor], rank: int) -> None:
 class Group:
     """A rank's view of its tensor-parallel group, whose processes run on one machine."""
 
-    rank: int  # number of this process; 0 has the queue and the policy
+    rank: int  # 0 has the queue and the policy
     size: int  # number of processes
-    device: torch.device  # device of this process
-    # Memory that the GPUs share; None without GPUs, or where they cannot.
-    peers: PeerMemory | None = None
+    device: torch.device  # of this one
+    peers: PeerMemory | None = None  # memory that GPUs share, where they can
     beside: torch.cuda.Stream | None = None  # stream for sums beside other work; None without GPUs
 
     @classmethod
@@ -174,7 +172,7 @@ class Group:
         return lambda: here.wait_stream(beside)
 
     def gather(self, values: Tensor) -> Tensor:
-        """Return the tensors of all ranks: […] → [size, …]."""
+        """The tensors of all ranks: […] → [size, …]."""
         if self.peers is not None and values.numel() * values.element_size() * self.size <= LIMIT:
             found = values.new_zeros((self.size, *values.shape))
             found[self.rank] = values
@@ -185,7 +183,7 @@ class Group:
         return found
 
     def least(self, value: int) -> int:
-        """Return the smallest of the ranks' numbers; waits for the device."""
+        """The smallest of the ranks' numbers; waits for the device."""
         found = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MIN)
         return int(found)

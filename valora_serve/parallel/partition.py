@@ -1,7 +1,7 @@
 """Which part of every weight each rank of a tensor-parallel group holds; needs no torch.
 
-The base model is split as Megatron-LM does: the layers that read the hidden states (q, k, v, gate,
-up) by their outputs, those that write them (o, down) by their inputs.
+As in Megatron-LM, layers that read the hidden states (q, k, v, gate, up) are split by their
+outputs, those that write them (o, down) by their inputs.
 """
 
 from __future__ import annotations
@@ -42,33 +42,34 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of linear layers, which share their input, that a rank holds."""
+    """A rank's part of linear layers that share their input."""
 
     rank: int
     size: int
     slices: tuple[Slice, ...]
     exchanges: bool  # whether no LoRA matrix is whole, so that x·Aᵀ must be summed
 
+    @classmethod
+    def of(
+        cls, slices: Sequence[Slice], width: int, lora: LoraParallel, rank: int, size: int
+    ) -> Share:
+        """The share of layers whose other side, by which they are not split, has `width`."""
+        exchanges = lora is LoraParallel.SLORA and not width % (size * ALIGNMENT)
+        return cls(rank, size, tuple(slices), exchanges)
+
     @property
     def row(self) -> bool:
         """Whether the layers are split by their inputs."""
         return self.slices[0].row
 
-    def inputs(self, index: int, width: int) -> slice:
-        """Columns of an A [rank, `width`] of the layer at `index`."""
-        return self._part(index, width, base=self.row)
-
-    def outputs(self, index: int, width: int) -> slice:
-        """Rows of a B [`width`, rank] of the layer at `index`."""
-        return self._part(index, width, base=not self.row)
-
-    def _part(self, index: int, width: int, *, base: bool) -> slice:
-        """What the base weights are split by, or the other side."""
-        if base:
+    def part(self, index: int, width: int, *, inputs: bool) -> slice:
+        """Columns of an A [rank, `width`], or rows of a B [`width`, rank], of a layer."""
+        if inputs == self.row:  # the base weights are split by them
             return slice(self.slices[index].start, self.slices[index].stop)
-        each = width // self.size if self.exchanges else width
-        start = each * self.rank if self.exchanges else 0
-        return slice(start, start + each)
+        if not self.exchanges:
+            return slice(0, width)
+        each = width // self.size
+        return slice(each * self.rank, each * (self.rank + 1))
 
 
 def partition(
@@ -82,12 +83,10 @@ def partition(
     base: str,
     names: LinearNames = LLAMA,
 ) -> dict[str, Slice]:
-    """Return the part of every linear layer of a decoder that a rank holds.
+    """A rank's part of every linear layer of a decoder, given as (outputs, inputs) by path.
 
-    Query heads are dealt out in runs of equal length. If there are fewer heads of keys and values
-    than ranks, each one is replicated on the ranks whose query heads read it.
-
-    `linears` are (outputs, inputs) by path. A `SettingsError` says that they cannot be split.
+    Query heads are dealt out in runs of equal length; where there are fewer heads of keys and
+    values than ranks, each is on all ranks whose query heads read it.
     """
     known, widths = (*itertools.chain(*names.column), *names.row), set()
     for path, (outputs, inputs) in linears.items():
@@ -119,11 +118,3 @@ def partition(
             part = (inputs if leaf in names.row else outputs) // size
             found[path] = Slice(leaf in names.row, rank * part, (rank + 1) * part)
     return found
-
-
-def share_of(
-    slices: Sequence[Slice], width: int, lora: LoraParallel, *, rank: int, size: int
-) -> Share:
-    """Return the share of layers; `width` is that of the side by which they are not split."""
-    exchanges = lora is LoraParallel.SLORA and not width % (size * ALIGNMENT)
-    return Share(rank, size, tuple(slices), exchanges)

@@ -61,8 +61,12 @@ class Board:
         self._served: Served | None = None
 
     def state(self) -> SavedState:
-        """Return what is to be loaded beside the bundles of the command line."""
+        """What is to be loaded beside the bundles of the command line."""
         return self._state
+
+    def served(self) -> Served | None:
+        """What the first replica has served at its start."""
+        return self._served
 
     def _is_changing(self) -> bool:
         return self._holder is not None and self._clock() - self._held < HELD_SECONDS
@@ -118,16 +122,12 @@ class Board:
         self._replicas.pop(replica, None)
 
     def look(self) -> list[Report]:
-        """Return the replicas, for the server, which uses the application as long as it looks."""
+        """The replicas, for the server, which uses the application as long as it looks."""
         self._used = self._clock()
         return self._fresh()
 
-    def served(self) -> Served | None:
-        """Return what the first replica has served at its start."""
-        return self._served
-
     def is_used(self) -> bool:
-        """Return whether a server uses the application now."""
+        """Whether a server uses the application now."""
         return self._clock() - self._used < UNUSED
 
     def _fresh(self) -> list[Report]:

@@ -66,8 +66,7 @@ async def run(
 ) -> None:
     """Start replicas and fronts, call `announce` once these answer, and watch them to the end."""
     address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
-    # Not in another thread: the processes of a Ray that is started here end with that thread.
-    join(address)
+    join(address)  # not in another thread: the processes of a Ray of ours end with that thread
     name, stop = settings.application, ray.shutdown
     try:
         board = await asyncio.to_thread(pin_board, name, server)
@@ -91,7 +90,7 @@ async def run(
 
 
 def shared(sockets: Sockets, server: ServerSettings, count: int) -> list[Sockets]:
-    """Sockets for each of some processes, between which the kernel spreads connections."""
+    """Sockets for each of `count` processes, between which the kernel spreads connections."""
     if server.unix_socket:
         return [sockets] * count
     for one in sockets:
@@ -165,10 +164,6 @@ def join(address: str | None) -> None:
     here = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_BYTES}
     # Ray gives up after 30 s by default, less than a cold start on a slow disk takes.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-    none = (
-        f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave "
-        "ray_address and RAY_ADDRESS out to start Ray on this machine"
-    )
     try:
         if address not in (None, "auto"):
             _reach(str(address))
@@ -179,26 +174,31 @@ def join(address: str | None) -> None:
     except SettingsError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()).rstrip(".:")[:300] or type(error).__name__
+        reason = _line(error).rstrip(".:")[:300] or type(error).__name__
+        versions = re.findall(r"Ray: (\S+) Python: (\S+)", reason)
         if address is None:
-            raise SettingsError(
+            said = (
                 f"Ray cannot be started on this machine ({reason}): see "
                 "/tmp/ray/session_latest/logs"
-            ) from error
-        if isinstance(error, OSError):  # such as a ConnectionError
-            raise SettingsError(none) from error
-        versions = re.findall(r"Ray: (\S+) Python: (\S+)", reason)
-        if len(versions) == 2:
+            )
+        elif isinstance(error, OSError):  # such as a ConnectionError
+            said = (
+                f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave "
+                "ray_address and RAY_ADDRESS out to start Ray on this machine"
+            )
+        elif len(versions) == 2:
             (theirs, python), (ours, own) = versions
-            raise SettingsError(
+            said = (
                 f"the Ray cluster at {address} has Ray {theirs} and Python {python}, and this "
                 f"server Ray {ours} and Python {own}: install the same versions on all machines"
-            ) from error
-        raise SettingsError(
-            f"the Ray cluster at {address} cannot be joined ({reason}): run valora-serve on a "
-            "machine of the cluster, with its versions of Ray and Python, and its token if it asks "
-            "for one"
-        ) from error
+            )
+        else:
+            said = (
+                f"the Ray cluster at {address} cannot be joined ({reason}): run valora-serve on a "
+                "machine of the cluster, with its versions of Ray and Python, and its token if it "
+                "asks for one"
+            )
+        raise SettingsError(said) from error
 
 
 def _reach(address: str) -> None:
@@ -223,24 +223,23 @@ def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, fl
     kind = engine.device.partition(":")[0]
     if kind == "cuda" or (kind == "auto" and gpus):
         each = engine.tensor_parallel  # all on one machine
-        room = sum(int(one.get("GPU", 0.0)) // each for one in machines)
-        if room < count:
-            of = "" if each == 1 else f" of {each} GPUs on one machine each"
-            raise SettingsError(
-                f"{plural(count, 'replica')}{of} {agreeing(count, 'needs|need')} "
-                f"{plural(count * each, 'GPU')}, and the Ray cluster has {gpus:g}, enough for "
-                f"{room}: lower replicas, or add machines"
-            )
-        return {"num_gpus": each, "num_cpus": settings.replica_cpus or _share(cores / count, 1.0)}
-    share = settings.replica_cpus or _share(cores / (settings.max_replicas or count), cores)
-    room = sum(int(one.get("CPU", 0.0) / share + 1e-6) for one in machines)
+        found = {"num_gpus": each, "num_cpus": settings.replica_cpus or _share(cores / count, 1.0)}
+        of = "" if each == 1 else f" of {each} GPUs on one machine each"
+        needs, has, what = plural(count * each, "GPU"), gpus, "GPU"
+        remedy = "lower replicas, or add machines"
+    else:
+        share = settings.replica_cpus or _share(cores / (settings.max_replicas or count), cores)
+        found = {"num_cpus": share}
+        of, needs, has, what = f" of {share:g} CPU cores", f"{count * share:g}", cores, "CPU"
+        remedy = "lower replicas or replica_cpus"
+    size = found.get("num_gpus", found["num_cpus"])
+    room = sum(int(one.get(what, 0.0) / size + 1e-6) for one in machines)
     if room < count:
         raise SettingsError(
-            f"{plural(count, 'replica')} of {share:g} CPU cores {agreeing(count, 'needs|need')} "
-            f"{count * share:g}, and the Ray cluster has {cores:g}, enough for {room}: lower "
-            "replicas or replica_cpus"
+            f"{plural(count, 'replica')}{of} {agreeing(count, 'needs|need')} {needs}, and the Ray "
+            f"cluster has {has:g}, enough for {room}: {remedy}"
         )
-    return {"num_cpus": share}
+    return found
 
 
 def _share(cores: float, most: float) -> float:
@@ -254,15 +253,11 @@ def pin_board(application: str, server: ServerSettings) -> Any:
     file = str(Path(server.state_file).absolute()) if server.adapter_folder else None
     here = ray.get_runtime_context().get_node_id()
     made = ray.remote(Board).options(
-        name=f"{application}-board",
-        namespace=NAMESPACE,
+        name=f"{application}-board", namespace=NAMESPACE, get_if_exists=True, num_cpus=0,
         lifetime="detached",  # a server that starts again takes its replicas over
-        get_if_exists=True,
-        num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
-        max_restarts=-1,
-        max_task_retries=3,
-    )
+        max_restarts=-1, max_task_retries=3,
+    )  # fmt: skip
     return made.remote(file)
 
 
@@ -276,17 +271,15 @@ def replicas(
     """Return the deployment of the replicas; SettingsError if the cluster has too little."""
     count: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.max_replicas is not None:
-        config = AutoscalingConfig(
-            min_replicas=settings.replicas,
-            max_replicas=settings.max_replicas,
+        count = {"autoscaling_config": AutoscalingConfig(
+            min_replicas=settings.replicas, max_replicas=settings.max_replicas,
             target_ongoing_requests=settings.target_requests,
             upscale_delay_s=settings.scale_out_seconds,
             downscale_delay_s=settings.scale_in_seconds,
             look_back_period_s=min(30.0, max(2.0, settings.scale_out_seconds)),
             metrics_interval_s=1.0,
             policy=AutoscalingPolicy(policy_function="valora_serve.replicas.board:wanted"),
-        )
-        count = {"autoscaling_config": config}
+        )}  # fmt: skip
     made = serve.deployment(
         name=DEPLOYMENT,
         **count,
@@ -341,9 +334,8 @@ def _deploy(application: Any, settings: ReplicaSettings) -> None:
                 raise SettingsError(_why(said))
         time.sleep(0.1)
     raise SettingsError(
-        f"the replicas did not start within {settings.start_seconds:g} s "
-        f"({' '.join(said.split())[:300]}): free the GPUs and cores of the Ray cluster, or raise "
-        "start_seconds"
+        f"the replicas did not start within {settings.start_seconds:g} s ({_line(said)[:300]}): "
+        "free the GPUs and cores of the Ray cluster, or raise start_seconds"
     )
 
 
@@ -353,8 +345,12 @@ def _why(message: str) -> str:
     if ours:
         return str(ours[-1])
     lines = [line.strip() for line in message.splitlines() if re.match(r"\w[\w.]*: ", line)]
-    reason = lines[-1] if lines else " ".join(message.split())[-300:]
+    reason = lines[-1] if lines else _line(message)[-300:]
     return f"the replicas did not start ({reason[:300]}): see /tmp/ray/session_latest/logs"
+
+
+def _line(text: object) -> str:
+    return " ".join(str(text).split())
 
 
 def _release(application: str, *, started: bool) -> None:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import aiohttp
+import httpx
 import ray
 from ray import serve
 from starlette.requests import Request
@@ -101,23 +101,21 @@ class SharedState(StateFile):
 
     async def _everywhere(self, state: SavedState) -> None:
         """Have the other replicas serve a state; those that have died are left out."""
-        body = state.model_dump_json().encode()
-        timeout = aiohttp.ClientTimeout(total=CHANGE_SECONDS, sock_connect=5)
-        async with aiohttp.ClientSession(timeout=timeout) as client:
-
-            async def follow(other: Report) -> str | None:
-                headers = {FRONT.decode(): other.secret}
-                try:
-                    async with client.post(other.url + FOLLOW, data=body, headers=headers) as said:
-                        if said.status != 200:
-                            return str((await said.json())["error"]["message"])
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    log.warning("replica %s follows later: %s", other.replica, error)
-                return None
-
-            refusals = await asyncio.gather(*map(follow, self._others))
-        for refusal in filter(None, refusals):
-            raise AdapterError(refusal)
+        timeout = httpx.Timeout(CHANGE_SECONDS, connect=5)
+        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
+            asked = [
+                client.post(one.url + FOLLOW, content=state.model_dump_json(),
+                            headers={FRONT.decode(): one.secret})
+                for one in self._others
+            ]  # fmt: skip
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        for other, answer in zip(self._others, answers, strict=True):
+            if isinstance(answer, httpx.HTTPError):
+                log.warning("replica %s follows later: %s", other.replica, answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            elif answer.status_code != 200:
+                raise AdapterError(str(answer.json()["error"]["message"]))
 
 
 class Gate:
@@ -171,14 +169,9 @@ class EngineReplica:
     """A server that follows the board; `host` has the fronts, `bundles` folders and hashes."""
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
-        self,
-        application: str,
-        version: str,
-        host: str,
-        engine: EngineSettings,
-        settings: ServerSettings,
-        bundles: Sequence[tuple[str, str]],
-    ) -> None:
+        self, application: str, version: str, host: str, engine: EngineSettings,
+        settings: ServerSettings, bundles: Sequence[tuple[str, str]],
+    ) -> None:  # fmt: skip
         if version != own_version():
             raise SettingsError(
                 f"machine {socket.gethostname()} has VaLoRA {own_version()}, and the server "

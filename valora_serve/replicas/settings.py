@@ -50,32 +50,24 @@ class ReplicaSettings:
     start_seconds: float = 900.0
 
     def __post_init__(self) -> None:
-        if self.replicas is not None and self.replicas < 1:
-            raise ValueError(
-                f"replicas is {self.replicas}: name at least 1, or leave it out for one engine "
-                "without Ray"
-            )
-        if self.fronts is not None and self.fronts < 1:
-            raise ValueError(f"fronts is {self.fronts}: name at least 1, or leave it out")
-        if self.max_replicas is not None:
-            if self.replicas is None:
-                raise ValueError(
-                    f"max_replicas is {self.max_replicas} without replicas: name the fewest "
-                    "replicas with replicas"
-                )
-            if self.max_replicas < self.replicas:
-                raise ValueError(
-                    f"max_replicas is {self.max_replicas}, less than "
-                    f"{plural(self.replicas, 'replica')}: name at least as many"
-                )
-        for name in ("replica_cpus", "target_requests", "start_seconds"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ValueError(f"{name} is {value}: it must be more than 0")
-        for name in ("scale_out_seconds", "scale_in_seconds"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must not be negative")
-        if not self.application.replace("-", "").replace("_", "").isalnum():
-            raise ValueError(
-                f"application is {self.application!r}: use letters, digits, - and _ only"
-            )
+        count, most, positive = self.replicas, self.max_replicas, "it must be more than 0"
+        plain = self.application.replace("-", "").replace("_", "").isalnum()
+        fewest = f"it is less than {plural(count or 0, 'replica')}: name at least as many"
+        for name, right, rule in (
+            ("replicas", count is None or count >= 1,
+             "name at least 1, or leave it out for one engine without Ray"),
+            ("fronts", self.fronts is None or self.fronts >= 1,
+             "name at least 1, or leave it out"),
+            ("max_replicas", most is None or count is not None,
+             "name the fewest replicas with replicas"),
+            ("max_replicas", most is None or most >= (count or 0), fewest),
+            ("replica_cpus", self.replica_cpus is None or self.replica_cpus > 0, positive),
+            ("target_requests", self.target_requests > 0, positive),
+            ("start_seconds", self.start_seconds > 0, positive),
+            ("scale_out_seconds", self.scale_out_seconds >= 0, "it must not be negative"),
+            ("scale_in_seconds", self.scale_in_seconds >= 0, "it must not be negative"),
+            ("application", plain, "use letters, digits, - and _ only"),
+        ):  # fmt: skip
+            if not right:
+                raise ValueError(f"{name} is {getattr(self, name)}: {rule}")
         ROUTERS[self.router]  # refuses an unknown router

@@ -15,100 +15,75 @@ from valora_serve.replicas import cluster
 from valora_serve.replicas.settings import ReplicaSettings
 
 
-def machines(monkeypatch, *resources):
-    nodes = [{"Alive": True, "Resources": one} for one in resources]
-    gone = {"Alive": False, "Resources": {"GPU": 64.0, "CPU": 640.0}}
-    monkeypatch.setattr(ray, "nodes", lambda: [*nodes, gone])
+def node(cores=0.0, gpus=0.0, alive=True):
+    return {"Alive": alive, "Resources": {"CPU": cores, "GPU": gpus}}
 
 
 @pytest.mark.parametrize(
-    ("count", "found", "reserved"),
+    ("count", "engine", "machines", "found"),
     [
-        (2, [{"CPU": 8.0, "GPU": 2.0}], {"num_gpus": 1, "num_cpus": 1.0}),
-        (8, [{"CPU": 4.0, "GPU": 4.0}, {"CPU": 4.0, "GPU": 4.0}], {"num_gpus": 1, "num_cpus": 1.0}),
-        (4, [{"CPU": 2.0, "GPU": 4.0}], {"num_gpus": 1, "num_cpus": 0.5}),
-        (2, [{"CPU": 8.0}], {"num_cpus": 4.0}), (3, [{"CPU": 8.0}], {"num_cpus": 2.0}),
-        (3, [{"CPU": 2.0}], {"num_cpus": 0.66}),
+        (2, {}, [node(8, 2)], {"num_gpus": 1, "num_cpus": 1.0}),
+        (8, {}, [node(4, 4), node(4, 4)], {"num_gpus": 1, "num_cpus": 1.0}),
+        (4, {}, [node(2, 4)], {"num_gpus": 1, "num_cpus": 0.5}),
+        (2, {}, [node(8)], {"num_cpus": 4.0}), (3, {}, [node(8)], {"num_cpus": 2.0}),
+        (3, {}, [node(2)], {"num_cpus": 0.66}),
+        (3, {}, [node(8, 2)], "3 replicas need 3 GPUs, .* has 2, enough for 2: lower replicas"),
+        (1, {"device": "cuda"}, [node(8)], "1 replica needs 1 GPU, .* has 0"),
+        (2, {"tensor_parallel": 2}, [node(8, 3), node(0, 1)], "2 GPUs on one machine.*has 4"),
+        (2, {"device": "cuda", "tensor_parallel": 2}, [node(0, 3)], "need 4 GPUs, .* for 1: "),
+        (300, {}, [node(1), node(1)], "300 replicas of 0.01 CPU cores need 3, .* for 200"),
     ],
 )  # fmt: skip
-def test_what_a_replica_gets(count, found, reserved, monkeypatch):
-    machines(monkeypatch, *found)
-    assert cluster.resources(ReplicaSettings(replicas=count), EngineSettings()) == reserved
+def test_what_a_replica_gets(count, engine, machines, found, monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [*machines, node(640, 64, alive=False)])
+    given = ReplicaSettings(replicas=count), EngineSettings(**engine)
+    if isinstance(found, dict):
+        assert cluster.resources(*given) == found
+        return
+    with pytest.raises(SettingsError, match=found):
+        cluster.resources(*given)
+
+
+def other_version(**_):
+    there = {"ray_version": "2.1.0", "python_version": "3.8.1"}
+    check_version_info(there, "this process")
+
+
+def nothing(**_):
+    raise ConnectionError("Could not find any running Ray instance.")
+
+
+def strange(**_):
+    raise RuntimeError("This node is no part of it:\nsomething\nelse")
+
+
+def not_asked(**_):
+    pytest.fail("Ray was asked")
 
 
 @pytest.mark.parametrize(
-    ("count", "engine", "found", "message"),
+    ("address", "ray_says", "words"),
     [
-        (3, EngineSettings(), [{"CPU": 8.0, "GPU": 2.0}], "3 replicas need 3 GPUs, .* has 2"),
-        (1, EngineSettings(device="cuda"), [{"CPU": 8.0}], "1 replica needs 1 GPU, .* has 0"),
-        (
-            2,
-            EngineSettings(tensor_parallel=2),
-            [{"CPU": 8.0, "GPU": 3.0}, {"GPU": 1.0}],
-            "2 GPUs on one machine.*has 4",
-        ),
-        (
-            2,
-            EngineSettings(device="cuda", tensor_parallel=2),
-            [{"GPU": 3.0}],
-            "need 4 GPUs, .* enough for 1",
-        ),
+        ("ray://head:10001", not_asked, ["no address of a Ray cluster"]),
+        ("127.0.0.1:99999", not_asked, ["no Ray cluster answers"]),
+        ("no-such-host.invalid:6379", not_asked, ["no Ray cluster answers"]),
+        ("127.0.0.1:free", not_asked, ["start one with `ray start --head`"]),
+        ("auto", other_version,
+         ["has Ray 2.1.0 and Python 3.8.1, and this", "install the same versions"]),
+        ("auto", nothing, ["no Ray cluster answers at auto", "ray start --head"]),
+        ("auto", strange, ["cannot be joined (This node is no part of it: something else)"]),
+        (None, strange, ["Ray cannot be started on this machine"]),
     ],
-)
-def test_more_gpus_than_there_are(count, engine, found, message, monkeypatch):
-    machines(monkeypatch, *found)
-    with pytest.raises(SettingsError, match=message):
-        cluster.resources(ReplicaSettings(replicas=count), engine)
-
-
-@pytest.mark.parametrize(
-    ("address", "message"),
-    [
-        ("ray://head:10001", "no address of a Ray cluster"),
-        ("127.0.0.1:99999", "no Ray cluster answers"),
-        ("no-such-host.invalid:6379", "no Ray cluster answers"),
-    ],
-)
-def test_addresses_that_lead_nowhere(address, message, monkeypatch):
-    monkeypatch.setattr(ray, "init", lambda **options: pytest.fail("Ray was asked"))
-    with pytest.raises(SettingsError, match=message):
-        cluster.join(address)
-
-
-def test_a_port_that_nobody_listens_on():
+)  # fmt: skip
+def test_a_cluster_that_cannot_be_joined_is_one_sentence(address, ray_says, words, monkeypatch):
+    monkeypatch.setattr(ray, "init", ray_says)
     with contextlib.closing(socket.socket()) as bound:
         bound.bind(("127.0.0.1", 0))  # and does not listen
-        with pytest.raises(SettingsError, match="start one with `ray start --head`"):
-            cluster.join(f"127.0.0.1:{bound.getsockname()[1]}")
-
-
-def test_errors_of_ray_are_one_sentence(monkeypatch):
-    there = {"ray_version": "2.1.0", "python_version": "3.8.1"}
-
-    def other_version(**_):
-        check_version_info(there, "this process")
-
-    def nothing(**_):
-        raise ConnectionError("Could not find any running Ray instance.")
-
-    def strange(**_):
-        raise RuntimeError("This node is no part of it:\nsomething\nelse")
-
-    for wrong, address, words in (
-        (
-            other_version,
-            "auto",
-            ["has Ray 2.1.0 and Python 3.8.1, and this", "install the same versions"],
-        ),
-        (nothing, "auto", ["no Ray cluster answers at auto", "ray start --head"]),
-        (strange, "auto", ["cannot be joined (This node is no part of it: something else)"]),
-        (strange, None, ["Ray cannot be started on this machine"]),
-    ):
-        monkeypatch.setattr(ray, "init", wrong)
+        free = str(bound.getsockname()[1])
         with pytest.raises(SettingsError) as caught:
-            cluster.join(address)
-        assert all(word in str(caught.value) for word in words)
-        assert "\n" not in str(caught.value)
+            cluster.join(address and address.replace("free", free))
+    assert all(word in str(caught.value) for word in words)
+    assert "\n" not in str(caught.value)
 
 
 def test_why_replicas_do_not_start():
@@ -125,43 +100,36 @@ valora_serve.errors.AdapterError: bundle b on node-2 is not the one that the ser
     assert "(it hangs)" in cluster._why("it hangs")
 
 
-def test_options_are_read():
-    assert cli.read(["x"])[3] == ReplicaSettings()
-    found = cli.read([
-        "x", "--replicas", "3", "--max-replicas", "5", "--router", "least",
-        "--router-settings", "choices=3", "--ray-address", "head:6379",
-    ])[3]  # fmt: skip
-    assert (found.replicas, found.max_replicas, found.router) == (3, 5, "least")
-    assert found.router_settings.choices == 3
-    assert found.ray_address == "head:6379"
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "found"),
     [
-        (["--replicas", "0"], "name at least 1"),
-        (["--replicas", "two"], "replicas cannot be 'two'"),
-        (["--max-replicas", "2"], "name the fewest replicas"),
-        (["--replicas", "3", "--max-replicas", "2"], "less than 3 replicas"),
-        (["--replicas", "1", "--router", "nearest"], "choose one of affinity, least, random"),
-        *((["--replicas", "1", "--router-settings", wrong], f"of the router is {said}")
-          for wrong, said in (("bound=1", "1: choose a number above 1"), ("slack=-1", "-1: choose"),
-                              ("excess=0", "0: choose"), ("choices=0", "0: choose"))),
-        (["--replicas", "1", "--target-requests", "nan"], "more than 0"),
-        (["--replicas", "1", "--application", "a/b"], "letters, digits"),
-        (["--replica", "2"], None),
+        ("", ReplicaSettings()),
+        ("--replicas 3 --max-replicas 5 --router least --ray-address head:6379",
+         ReplicaSettings(3, max_replicas=5, router="least", ray_address="head:6379")),
+        ("--replicas 0", "name at least 1"), ("--replicas two", "replicas cannot be 'two'"),
+        ("--max-replicas 2", "name the fewest replicas"),
+        ("--replicas 3 --max-replicas 2", "less than 3 replicas"),
+        ("--replicas 1 --router nearest", "choose one of affinity, least, random"),
+        ("--replicas 1 --router-settings bound=1", "of the router is 1: choose a number above 1"),
+        ("--replicas 1 --router-settings slack=-1", "of the router is -1: choose"),
+        ("--replicas 1 --router-settings excess=0", "of the router is 0: choose"),
+        ("--replicas 1 --router-settings choices=0", "of the router is 0: choose"),
+        ("--replicas 1 --fronts 0", "name at least 1"),
+        ("--replicas 1 --target-requests nan", "more than 0"),
+        ("--replicas 1 --scale-in-seconds -1", "not be negative"),
+        ("--replicas 1 --application a/b", "letters, digits"),
     ],
 )  # fmt: skip
-def test_bad_values_are_one_sentence(options, message, capsys):
-    if message is None:  # argparse knows no such option
-        with pytest.raises(SystemExit):
-            cli.read(["x", *options])
+def test_options_are_read_and_bad_ones_are_one_sentence(options, found, capsys):
+    given = ["x", *options.split()]
+    if isinstance(found, ReplicaSettings):
+        assert cli.read(given)[3] == found
         return
-    assert cli.main(["x", *options]) == 1
+    assert cli.main(given) == 1
     said = capsys.readouterr().err
     assert said.startswith("error: ")
     assert said.count("\n") == 1
-    assert message in said
+    assert found in said
 
 
 def test_without_ray_replicas_say_which_extra(tmp_path, monkeypatch, capsys):

@@ -102,8 +102,8 @@ def serve(
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import bind, check_certificate
     from valora_serve.server.loading import startup
-    from valora_serve.server.loading.served_set import check_state
-    from valora_serve.server.loading.state_file import own_state
+    from valora_serve.server.loading.served_set import check_folder
+    from valora_serve.server.loading.state_file import own_state, read_state
     from valora_serve.server.resolving.cache import lock_folder
     from valora_serve.server.resolving.registry import make_resolvers
     from valora_serve.server.telemetry import logs
@@ -121,7 +121,8 @@ def serve(
         if settings.allow_runtime_loading:
             held.enter_context(own_state(Path(settings.state_file)))
         if settings.adapter_folder:
-            check_state(Path(settings.adapter_folder), Path(settings.state_file))
+            check_folder(Path(settings.adapter_folder))
+            read_state(Path(settings.state_file))
         sockets = bind(settings)
         return asyncio.run(
             _serve(sockets, bundles, settings, engine_settings, replica_settings, began, on_started)

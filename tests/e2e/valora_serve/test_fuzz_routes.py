@@ -10,9 +10,7 @@ pytestmark = pytest.mark.slow
 
 def test_no_route_fails_on_hostile_requests(monkeypatch):
     # The bound on /health is generous: the tests of the slow tier share the machine.
-    # Each kind comes once; operations are asked more in `test_api_fuzz.py`.
-    monkeypatch.setattr(routes, "AT_ONCE", 3)
-    monkeypatch.setattr(routes, "BATCH", 3)
-    report = fuzz("routes", 90, health=5.0)
+    monkeypatch.setattr(routes, "AT_ONCE", 2)
+    report = fuzz("routes", 50, health=5.0)  # each kind comes once
     assert not report.failures, str(report)
-    assert {"unknown keys", "a mixture", "POST /v1/embeddings (negative)"} <= report.rows.keys()
+    assert {"unknown keys", "noise", "a mixture"} <= report.rows.keys()

@@ -30,7 +30,7 @@ from valora_serve.errors import (
     disk_remedy,
     pickle_error,
 )
-from valora_serve.server.loading.state_file import SavedState, StateFile, check_content, read_state
+from valora_serve.server.loading.state_file import KINDS, SavedState, StateFile, check_content
 from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, leads_inside
 from valora_serve.server.telemetry import logs
 
@@ -39,15 +39,9 @@ if TYPE_CHECKING:
 
     from valora_serve.types import EngineClient, NewContext, ServedModel
 
-    _Act = Callable[[], Awaitable[None]]
-
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
-MOST_FILES = 20_000
-"""Most files and folders in a bundle's folder."""
-
-CONTEXTS = "contexts"
-"""Folder of the contexts that were made at run time, in the adapter folder."""
-
+MOST_FILES = 20_000  # most files and folders in a bundle's folder
+CONTEXTS = "contexts"  # folder of the contexts made at run time, in the adapter folder
 T = TypeVar("T")
 
 
@@ -67,7 +61,7 @@ class ServedSet:
         file: StateFile | None = None,
     ) -> None:
         if folder is not None:
-            _check_folder(folder)
+            check_folder(folder)
         self._engine = engine
         self._folder = folder.resolve() if folder is not None else None
         self._file = file or StateFile(state_file)
@@ -132,13 +126,12 @@ class ServedSet:
     async def restore(self) -> list[str]:
         """Load what earlier runs loaded; a sentence for each that could not be, which is kept."""
         problems = []
-        for kind in ("bundle", "adapter", "context"):  # contexts after the adapters that answer
+        for kind in KINDS:
             problems += await self._restored(kind, list(self._state.of(kind)))
         self._reserve_served()
         return problems
 
     async def _restored(self, kind: str, names: Iterable[str]) -> list[str]:
-        """Load what was recorded under these names; a sentence for each that could not be."""
         problems = []
         for name in names:
             try:
@@ -154,28 +147,27 @@ class ServedSet:
         """Load what the state says."""
         path = self._state.of(kind).get(name)
         if path is None:  # a bundle of the command line, which another had replaced
-            await self._load_before(name, self._given)
+            if name in self._given:
+                await self._engine.load_bundle(self._given[name])
             return
         if sha256 := self._state.sha256.get(f"{kind} {name}"):
             await asyncio.to_thread(check_content, kind, Path(path), sha256)
+        folder = await asyncio.to_thread(self._checked, kind, path)
         if kind == "bundle":
-            folder = await asyncio.to_thread(self._bundle_folder, path)
-            await self._load_bundle(folder, self._served_bundles())
+            await self._load_bundle(folder)
         elif kind == "adapter":
-            folder = await asyncio.to_thread(self._adapter_folder, path)
             late = name in self._state.decode_only
             await self._engine.load_adapter(name, folder, decode_only=late)
         else:
-            folder = await asyncio.to_thread(self._checked, path)
             await self._engine.load_context(name, folder)
 
     @contextlib.asynccontextmanager
-    async def _alone(self) -> AsyncIterator[None]:
+    async def _alone(self) -> AsyncIterator[SavedState]:
         """Context in which nothing else changes what is served, in other replicas neither."""
         async with self._file.turn() as state, self._lock:
             if state is not None:
                 await self._follow(state)
-            yield
+            yield self._state.model_copy(deep=True)
 
     async def follow(self, state: SavedState) -> None:
         """Serve what another replica has recorded."""
@@ -189,13 +181,12 @@ class ServedSet:
         self._given |= {n: path for n, path in served.items() if n not in self._state.bundles}
         old, new = self._wanted(self._state), self._wanted(state)
         self._state = state
-        kinds = ("bundle", "adapter", "context")  # contexts after the adapters that answer
-        for kind, name in sorted(old.keys() - new.keys(), key=lambda key: -kinds.index(key[0])):
+        for kind, name in sorted(old.keys() - new.keys(), key=lambda key: -KINDS.index(key[0])):
             if name in served if kind == "bundle" else self._served(name):
                 await self._engine.unload(kind, name)
         self.reserve(name for names in state.reserved.values() for name in names)
         changed = [key for key, content in new.items() if old.get(key) != content]
-        for kind, name in sorted(changed, key=lambda key: kinds.index(key[0])):
+        for kind, name in sorted(changed, key=lambda key: KINDS.index(key[0])):
             await self._give_way([name])
             await self._load_again(kind, name)
         self._reserve_served()
@@ -206,7 +197,7 @@ class ServedSet:
         found: dict[tuple[str, str], tuple[str | None, ...]] = {
             ("bundle", name): () for name in self._given if name not in state.unloaded
         }
-        for kind in ("bundle", "adapter", "context"):
+        for kind in KINDS:
             for name, path in state.of(kind).items():
                 late = str(kind == "adapter" and name in state.decode_only)
                 found[kind, name] = path, state.sha256.get(f"{kind} {name}"), late
@@ -223,14 +214,13 @@ class ServedSet:
         self, name: str, path: str, *, replace: bool, decode_only: bool = False
     ) -> ServedModel:
         """Load a PEFT adapter."""
-        async with self._alone():
-            before = self._replaced(
-                name, self._state.adapters, replace,
+        async with self._alone() as new:
+            self._check_free(
+                "adapter", name, replace,
                 "unload it first, or set load_inplace to replace an adapter that was loaded at "
                 "run time",
             )  # fmt: skip
-            folder = await asyncio.to_thread(self._adapter_folder, path)
-            new = self._state.copied()
+            folder = await asyncio.to_thread(self._checked, "adapter", path)
             new.adapters[name] = str(folder)
             new.decode_only = [one for one in new.decode_only if one != name]
             new.decode_only += [name] * decode_only
@@ -240,35 +230,13 @@ class ServedSet:
                 self._found.discard(name)
                 return made
 
-            async def undo() -> None:
-                await (self._load_again if before else self._engine.unload)("adapter", name)
+            return await self._changed("adapter", name, new, load)
 
-            made = await self._changed(f"adapter {name}", new, load, undo)
-            await self._serve_waiting()
-            return made
-
-    async def _unrecord(self, kind: str, name: str) -> str | None:
-        """Unload an adapter or a context; its folder if it was recorded."""
-        served, new = self._served(name), self._state.copied()
-        folder = new.of(kind).pop(name, None)
-        if folder is None or (served is not None and served.bundle):
-            await self._engine.unload(kind, name)  # says what is wrong with the name
-            self._found.discard(name)
-            return None
-        new.decode_only = [one for one in new.decode_only if one != name or kind != "adapter"]
-
-        await self._gone(
-            f"{kind} {name}", new, partial(self._engine.unload, kind, name) if served else None,
-            partial(self._load_again, kind, name),
-        )  # fmt: skip
-        return folder
-
-    def _replaced(self, name: str, recorded: Collection[str], replace: bool, remedy: str) -> bool:
-        """Whether a recorded load is replaced; raises if the name is taken by anything else."""
+    def _check_free(self, kind: str, name: str, replace: bool, remedy: str) -> None:
+        """Check that a name is free, or that of something which may be replaced."""
         taken = self._served(name)
-        if taken and not (replace and (name in recorded or name in self._found)):
+        if taken and not (replace and (name in self._state.of(kind) or name in self._found)):
             raise BusyError(f"The name {name} is taken by a served {taken.kind}: {remedy}")
-        return taken is not None and name in recorded
 
     def _served(self, name: str) -> ServedModel | None:
         return next((model for model in self._engine.models() if model.name == name), None)
@@ -284,21 +252,22 @@ class ServedSet:
     async def load_found(self, name: str, folder: Path) -> None:
         """Load an adapter that a request named, unless its name is served; it is not recorded."""
         async with self._lock:
-            if self._served(name) is None:
-                if self.reserves(name):
-                    raise UnknownModelError(
-                        f"There is no model {name!r}, and its name is kept for what an operator "
-                        "has loaded: name one of /v1/models"
-                    )
-                try:
-                    await asyncio.to_thread(_check_adapter, folder)
-                except OSError as error:
-                    raise SourceError(
-                        f"Adapter {name} was taken out of the adapter cache meanwhile: ask again"
-                    ) from error
-                await self._engine.load_adapter(name, folder)
-                self._found.add(name)
-                await self._serve_waiting()
+            if self._served(name) is not None:
+                return
+            if self.reserves(name):
+                raise UnknownModelError(
+                    f"There is no model {name!r}, and its name is kept for what an operator has "
+                    "loaded: name one of /v1/models"
+                )
+            try:
+                await asyncio.to_thread(_check_adapter, folder)
+            except OSError as error:
+                raise SourceError(
+                    f"Adapter {name} was taken out of the adapter cache meanwhile: ask again"
+                ) from error
+            await self._engine.load_adapter(name, folder)
+            self._found.add(name)
+            await self._serve_waiting()
 
     async def unload_found(self, name: str, folder: Path, may: Callable[[], bool]) -> bool:
         """Unload what `load_found` has loaded, if `may` says so when nothing else changes."""
@@ -311,22 +280,33 @@ class ServedSet:
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; a `BusyError` if domains of a bundle use it."""
-        async with self._alone():
-            await self._unrecord("adapter", name)
+        async with self._alone() as new:
+            await self._unload("adapter", name, new)
+
+    async def _unload(self, kind: str, name: str, new: SavedState) -> str | None:
+        """Unload an adapter or a context; its folder if it was recorded."""
+        served, folder = self._served(name), new.of(kind).pop(name, None)
+        unload = partial(self._engine.unload, kind, name)
+        if folder is None or (served is not None and served.bundle):
+            await unload()  # says what is wrong with the name
+            self._found.discard(name)
+            return None
+        new.decode_only = [one for one in new.decode_only if one != name or kind != "adapter"]
+        await self._changed(kind, name, new, unload if served else _nothing)
+        return folder
 
     async def make_context(self, wanted: NewContext, *, replace: bool) -> ServedModel:
         """Make a context of a document and serve it; its files lie in the adapter folder."""
         name = wanted.name
-        async with self._alone():
+        async with self._alone() as new:
             if self._folder is None:
                 raise AdapterError("Nothing can be made at run time: start with --adapter-folder")
-            served = self._replaced(
-                name, self._state.contexts, replace,
+            self._check_free(
+                "context", name, replace,
                 "delete it first, or set replace for a context that was made at run time",
             )  # fmt: skip
             folder = self._folder / CONTEXTS / f"{name}-{secrets.token_hex(4)}"
-            new = self._state.copied()
-            new.contexts[name] = str(folder)
+            before, new.contexts[name] = new.contexts.get(name), str(folder)
 
             async def make() -> ServedModel:
                 await self._give_way([name])
@@ -335,82 +315,60 @@ class ServedSet:
                 except OSError as error:
                     raise self._unrecorded(f"context {name}", error) from error
 
-            async def undo() -> None:
-                await (self._load_again if served else self._engine.unload)("context", name)
-
-            before = self._state.contexts.get(name)
+            unused = before
             try:
-                made = await self._changed(f"context {name}", new, make, undo)
+                return await self._changed("context", name, new, make)
             except BaseException:
-                await asyncio.to_thread(_remove, folder)
+                unused = str(folder)
                 raise
-            if before is not None:
-                await asyncio.to_thread(_remove, Path(before))
-            return made
+            finally:
+                if unused is not None:
+                    await asyncio.to_thread(shutil.rmtree, unused, ignore_errors=True)
 
     async def forget_context(self, name: str) -> None:
         """Forget a context that was made at run time, and delete its files."""
-        async with self._alone():
-            folder = await self._unrecord("context", name)
+        async with self._alone() as new:
+            folder = await self._unload("context", name, new)
             if folder is None:
                 return
             try:
-                await asyncio.to_thread(lambda: _remove(self._checked(folder)))
+                place = await asyncio.to_thread(self._checked, "context", folder)
+                await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
             except AdapterError as error:  # it is gone, or the adapter folder is another one now
                 logs.LOG.warning("the files of context %s are left where they are: %s", name, error)
 
     async def load_bundle(self, path: str) -> list[ServedModel]:
         """Load a bundle from the adapter folder and replay its golden examples."""
-        async with self._alone():
-            folder = await asyncio.to_thread(self._bundle_folder, path)
-            before = self._served_bundles()
+        async with self._alone() as new:
+            folder = await asyncio.to_thread(self._checked, "bundle", path)
             names = await asyncio.to_thread(bundle_names, folder)
-            name, new = names[0], self._state.copied()
+            name, served = names[0], self._served_bundles()
             new.reserved[name] = sorted({*new.reserved.get(name, ()), *names})
-            if name in before and name not in new.bundles and name not in new.unloaded:
+            if name in served and name not in (*new.bundles, *new.unloaded):
                 new.unloaded.append(name)  # the command line's, which this one replaces
             new.bundles[name] = str(folder)
-
-            made = await self._changed(
-                f"bundle {name}", new, lambda: self._load_bundle(folder, before),
-                lambda: self._take_back(name, before),
-            )  # fmt: skip
-            await self._serve_waiting()
-            return made
+            return await self._changed("bundle", name, new, partial(self._load_bundle, folder))
 
     async def unload_bundle(self, name: str) -> None:
         """Unload a bundle with its domains."""
-        async with self._alone():
+        async with self._alone() as new:
             known = {model.bundle for model in self._engine.models() if model.bundle}
             short = name.partition("@")[0]
-            names = {item.partition("@")[0] for item in known} | known
-            lost = name == short and short in self._state.bundles and name not in names
-            if name not in names and not lost:
+            served = name in {item.partition("@")[0] for item in known} | known
+            if not served and (name != short or short not in new.bundles):
                 listed = ", ".join(sorted(known)) or "none"
                 raise UnknownModelError(f"There is no bundle {name[:100]!a}: served are {listed}")
-            new = self._state.copied()
             if new.bundles.pop(short, None) is None and short not in new.unloaded:
                 new.unloaded.append(short)
-            unload = None if lost else partial(self._engine.unload, "bundle", short)
-            undo = partial(self._load_before, short, self._served_bundles())
-            await self._gone(f"bundle {short}", new, unload, undo)
-
-    async def _gone(self, what: str, new: SavedState, unload: _Act | None, undo: _Act) -> None:
-        """Record and make an unload; one that could not be restored is only forgotten."""
-
-        async def nothing() -> None:
-            pass
-
-        await self._changed(what, new, unload or nothing, undo if unload else nothing)
+            unload = partial(self._engine.unload, "bundle", short) if served else _nothing
+            await self._changed("bundle", short, new, unload)
 
     async def _changed(
-        self,
-        what: str,
-        new: SavedState,
-        act: Callable[[], Awaitable[T]],
-        undo: _Act,
+        self, kind: str, name: str, new: SavedState, act: Callable[[], Awaitable[T]]
     ) -> T:
         """Record a change and make it: both, or neither. `act` changes nothing if it raises."""
+        what, bundles = f"{kind} {name}", self._served_bundles()
+        recorded = self._served(name) is not None and name in self._state.of(kind)
         self._reserve_served()
         try:
             draft = await asyncio.to_thread(self._file.draft, new, what)
@@ -425,32 +383,36 @@ class ServedSet:
             await asyncio.to_thread(self._file.publish, draft)
         except (OSError, ServeError) as error:  # also of a replica that cannot serve it
             self._file.discard(draft)
+            said = "nothing was changed"
             try:
-                await undo()
+                if kind == "bundle":
+                    await self._serve_bundle(name, bundles)
+                elif recorded:
+                    await self._load_again(kind, name)
+                elif self._served(name):
+                    await self._engine.unload(kind, name)
             except ValoraError as failure:
                 logs.LOG.exception("%s: what was served before could not be loaded again", what)
-                if isinstance(error, OSError):
-                    said = f"what was served before could not be loaded again ({failure})"
-                    raise self._unrecorded(what, error, said) from error
+                said = f"what was served before could not be loaded again ({failure})"
             if isinstance(error, OSError):
-                raise self._unrecorded(what, error) from error
+                raise self._unrecorded(what, error, said) from error
             raise
         self._state = new
         self._reserve_served()
+        await self._serve_waiting()
         return made
 
     def _unrecorded(
         self, what: str, error: OSError, but: str = "nothing was changed"
     ) -> StorageError:
-        """The error of a change that cannot be recorded."""
         return StorageError(
             f"{what} could not be recorded in {self._file.path} ({error.strerror or error}), so "
             f"{but}: {disk_remedy(error)}, and try again"
         )
 
-    async def _load_bundle(self, folder: Path, before: dict[str, Path]) -> list[ServedModel]:
-        """Load a bundle and replay its examples; `before` is served again if they differ."""
-        names = await asyncio.to_thread(bundle_names, folder)
+    async def _load_bundle(self, folder: Path) -> list[ServedModel]:
+        """Load a bundle and replay its examples; the version before is served if they differ."""
+        before, names = self._served_bundles(), await asyncio.to_thread(bundle_names, folder)
         await self._give_way(names)
         made = await self._engine.load_bundle(folder)
         try:
@@ -458,7 +420,7 @@ class ServedSet:
                 await self._replay(folder)
         except BaseException as error:
             try:
-                await self._take_back(names[0], before)
+                await self._serve_bundle(names[0], before)
             except ValoraError as failure:
                 raise AdapterError(
                     f"{error}; the version before it could not be loaded again: {failure}"
@@ -466,12 +428,10 @@ class ServedSet:
             raise
         return made
 
-    async def _take_back(self, name: str, before: Mapping[str, Path]) -> None:
-        """Unload a bundle, and load the version that it has replaced."""
-        await self._engine.unload("bundle", name)
-        await self._load_before(name, before)
-
-    async def _load_before(self, name: str, before: Mapping[str, Path]) -> None:
+    async def _serve_bundle(self, name: str, before: Mapping[str, Path]) -> None:
+        """Serve the version of a bundle that was served before, or none."""
+        if name in self._served_bundles():
+            await self._engine.unload("bundle", name)
         if name in before:
             await self._engine.load_bundle(before[name])
 
@@ -486,30 +446,8 @@ class ServedSet:
                 found[model.bundle.partition("@")[0]] = root
         return found
 
-    def _adapter_folder(self, path: str) -> Path:
-        """The folder of an adapter, checked."""
-        folder = self._checked(path, FETCHED)
-        try:
-            _check_adapter(folder)
-        except OSError as error:
-            raise _unreadable(folder, error) from error
-        return folder
-
-    def _bundle_folder(self, path: str) -> Path:
-        """The folder of a bundle, checked."""
-        folder = self._checked(path)
-        try:
-            found = (folder / MANIFEST).is_file()
-        except OSError as error:
-            raise _unreadable(folder, error) from error
-        if not found:
-            raise AdapterError(
-                f"{folder.name} is no bundle, as it holds no {MANIFEST}: name the folder that does"
-            )
-        return folder
-
-    def _checked(self, path: str, files: Iterable[str] = ()) -> Path:
-        """The folder of a path, links resolved; these or all files in it must be allowed ones."""
+    def _checked(self, kind: str, path: str) -> Path:
+        """The folder of an adapter, a bundle or a context, links resolved; all files checked."""
         if self._folder is None:
             raise AdapterError("Nothing can be loaded at run time: start with --adapter-folder")
         outside = AdapterError(
@@ -518,14 +456,13 @@ class ServedSet:
         )
         try:
             folder = (self._folder / path).resolve(strict=True)
-            inside = folder.is_relative_to(self._folder)
-            if not inside:
+            if not folder.is_relative_to(self._folder):
                 raise outside
             if folder.is_file() and folder.suffix.lower() in ARCHIVES:
                 raise AdapterError(f"{folder.name} is an archive: unpack it, and name the folder")
             if not folder.is_dir() or folder == self._folder:
                 raise outside
-            read = (folder / file for file in files) if files else folder.rglob("*")
+            read = (folder / f for f in FETCHED) if kind == "adapter" else folder.rglob("*")
             for number, item in enumerate(read):
                 if number >= MOST_FILES:
                     raise AdapterError(
@@ -538,29 +475,29 @@ class ServedSet:
                     )
         except (OSError, ValueError, RuntimeError) as error:
             raise outside from error
+        try:
+            if kind == "adapter":
+                _check_adapter(folder)
+            elif kind == "bundle" and not (folder / MANIFEST).is_file():
+                raise AdapterError(
+                    f"{folder.name} is no bundle, as it holds no {MANIFEST}: name the folder that "
+                    "does"
+                )
+        except OSError as error:
+            raise AdapterError(
+                f"{folder.name} cannot be read ({error.strerror}): give the server permission"
+            ) from error
         return folder
 
 
-def check_state(folder: Path, file: Path) -> None:
-    """Check the folder of adapters and the state file, before a model is loaded."""
-    _check_folder(folder)
-    read_state(file)
-
-
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
+    """Check the folder of adapters, before a model is loaded."""
     if not folder.is_dir():
         raise SettingsError(f"adapter_folder {folder} is no folder: make it, or name another")
 
 
-def _remove(folder: Path) -> None:
-    """Delete the files of a context."""
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _unreadable(folder: Path, error: OSError) -> AdapterError:
-    return AdapterError(
-        f"{folder.name} cannot be read ({error.strerror}): give the server permission"
-    )
+async def _nothing() -> None:
+    pass
 
 
 def _check_adapter(folder: Path) -> None:

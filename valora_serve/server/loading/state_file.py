@@ -21,6 +21,7 @@ from valora_serve.server.telemetry import logs
 
 VERSION = 1
 """Version of the state file's format."""
+KINDS = ("bundle", "adapter", "context")  # contexts after the adapters that answer
 FILES = {"bundle": (MANIFEST,), "adapter": ("adapter_config.json", "adapter_model.safetensors")}
 """Files whose hashes tell the content; a bundle's manifest has those of all its files."""
 
@@ -52,10 +53,6 @@ class SavedState(BaseModel):
         """Folders of adapters, bundles or contexts, by name."""
         found: dict[str, str] = getattr(self, f"{kind}s")
         return found
-
-    def copied(self) -> SavedState:
-        """Return a copy that can be changed."""
-        return self.model_copy(deep=True)
 
 
 class StateFile:

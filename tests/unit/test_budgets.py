@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_105,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 28_762,
+    "valora_serve": 28_770,
     "tests/*/valora_train": 6_746,
     "tests/*/valora_data": 3_463,
     "tests/*/valora_teachers": 1_103,

@@ -38,6 +38,7 @@ MAX_RANK = 256  # largest rank that the kernels compute
 SCALINGS = (1e-6, 1e4)
 """Smallest and largest absolute scaling that is not 0. Those of trained adapters lie between 0.01
 and 1,000; their quotients must fit into the matrices when modules of an adapter differ."""
+SAFE = 1e-15, 1e18  # norms that float32 computes right
 MAX_CHANGE = 1e3
 """Bound on what an adapter may add to a single weight. Trained adapters stay below 1, as the
 weights of language models do; one that a thousand times exceeds that has diverged."""
@@ -488,6 +489,11 @@ def _pair(
     return pair
 
 
+def _largest_norm(tensor: torch.Tensor, axis: int, dtype: torch.dtype) -> float:
+    # torch.linalg.vector_norm takes ten times as long along the columns of a row-major matrix
+    return math.sqrt(float(tensor.to(dtype).square().sum(axis).max()))
+
+
 def _check_size(folder: Path, pair: LoraPair, names: Mapping[str, str]) -> None:
     """Refuse matrices that are not finite, or that training can only have diverged to.
 
@@ -496,14 +502,16 @@ def _check_size(folder: Path, pair: LoraPair, names: Mapping[str, str]) -> None:
     """
     norms = {}
     for part, tensor, axis in (("A", pair.a, 0), ("B", pair.b, 1)):
-        values = tensor.float()
-        if not bool(values.isfinite().all()):
-            largest = float(tensor.double().abs().max())
-            what = "holds NaN or Inf"
-            if math.isfinite(largest):
-                what = f"reaches {largest:.3g}, which float32 cannot hold"
-            raise AdapterError(f"adapter {folder}: tensor {names[part]} {what}; train it again")
-        norms[part] = float(torch.linalg.vector_norm(values, dim=axis, dtype=torch.float64).max())
+        norm = _largest_norm(tensor, axis, torch.float32)
+        if not SAFE[0] < norm < SAFE[1]:  # whose squares float32 may not hold
+            norm = _largest_norm(tensor, axis, torch.float64)
+            if not bool(tensor.float().isfinite().all()):
+                largest = float(tensor.double().abs().max())
+                what = "holds NaN or Inf"
+                if math.isfinite(largest):
+                    what = f"reaches {largest:.3g}, which float32 cannot hold"
+                raise AdapterError(f"adapter {folder}: tensor {names[part]} {what}; train it again")
+        norms[part] = norm
     change = abs(pair.scaling) * norms["A"] * norms["B"]
     if change > MAX_CHANGE:
         raise AdapterError(

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from valora_data.contract import quantized
 from valora_data.contract.base_model import base_family, base_folder
 from valora_data.contract.files import expanded
-from valora_data.hashing import hub_commit
+from valora_data.hashing import hub_commit, hub_file
 from valora_teachers.registry import KINDS, make_teacher
 from valora_train.errors import SettingsError
 from valora_train.fusion.strategies.registry import make_strategy
@@ -170,7 +170,7 @@ def _check_teacher(domain: DomainSettings, teacher: TeacherSettings) -> None:
                 f"{place}={given} names no function of a module that is installed or in "
                 "PYTHONPATH: write module:function"
             )
-    elif not Path(given).exists() and (kind.artefact or given.startswith((".", "/", "~"))):
+    elif (kind.artefact or given.startswith((".", "/", "~"))) and not hub_file(given).exists():
         raise SettingsError(
             f"{place}={given} does not exist: name a trained model, `train` or `labels`"
         )

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from valora_data.contract.files import expanded
+from valora_data.errors import DataError
 from valora_data.sources.formats.files import files_below
+from valora_data.wording import first_line
 
 # Nanoseconds after which a file's times tell that it changed: a file that is written again sooner
 # may keep them, as clocks of file systems are coarse.
@@ -90,20 +93,47 @@ def place_hash(location: str | Path, cache: Path | None = None) -> str:
     return hash_path(path, cache) if path.exists() else hub_commit(str(location))
 
 
-def hub_commit(name: str, kind: Literal["model", "dataset"] = "model") -> str:
+def hub_name(text: str) -> tuple[str, str | None]:
+    """The name and the revision of ``owner/name@revision``; None where it names none."""
+    name, _, revision = text.partition("@")
+    return name, revision or None
+
+
+def hub_file(text: str) -> Path:
+    """A local file, or the local copy of one on the hub: ``owner/name/file@revision``."""
+    path, (name, revision) = expanded(text), hub_name(text)
+    if path.exists() or revision is None or name.count("/") != 2:
+        return path
+    from huggingface_hub import hf_hub_download
+
+    repository, _, file = name.rpartition("/")
+    try:
+        return Path(hf_hub_download(repository, file, revision=revision))
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{text} is no file here, and cannot be loaded from the hub ({first_line(error)}): "
+            "check the name, the network, and that HF_HUB_OFFLINE is not set"
+        ) from error
+
+
+def hub_commit(text: str, kind: Literal["model", "dataset"] = "model") -> str:
     """The commit of a repository on the hub; offline, that of the local cache; empty if unknown."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
+    name, revision = hub_name(text)
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         return ""
+    if revision is not None and re.fullmatch("[0-9a-f]{40}", revision):
+        return revision
     if not constants.HF_HUB_OFFLINE:
         with suppress(Exception):  # network, access, name: loading says what is wrong
-            if sha := HfApi().repo_info(name, repo_type=kind, timeout=HUB_SECONDS).sha:
-                return sha
+            found = HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=HUB_SECONDS)
+            if found.sha:
+                return found.sha
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
     with suppress(OSError):
-        return (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+        return (folder / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
     return ""
 
 

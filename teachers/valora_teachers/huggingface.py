@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.contract.files import expanded
+from valora_data.hashing import hub_name
 from valora_data.schema import Answer, Sample, question_of
 from valora_data.sources.formats.videos import frame_places
 from valora_data.wording import first_line
@@ -48,14 +49,17 @@ class HuggingFace(Teacher):
 
         self.batch = self.options.batch
         self._source = str(weights)
-        place = str(expanded(weights)) if expanded(weights).exists() else self._source
+        place, revision = str(expanded(weights)), None
+        if not expanded(weights).exists():
+            place, revision = hub_name(self._source)
+        at = {"revision": revision} if revision else {}
         try:
-            self._auto = self._choose(transformers.AutoConfig.from_pretrained(place))
+            self._auto = self._choose(transformers.AutoConfig.from_pretrained(place, **at))
             loader = getattr(transformers, f"AutoModelFor{self._auto}")
             dtype = getattr(torch, self.options.dtype)
-            model = loader.from_pretrained(place, dtype=dtype, use_safetensors=True)
+            model = loader.from_pretrained(place, dtype=dtype, use_safetensors=True, **at)
             kind = "AutoImageProcessor" if self._auto in IMAGES_ALONE else "AutoProcessor"
-            self._processor = getattr(transformers, kind).from_pretrained(place)
+            self._processor = getattr(transformers, kind).from_pretrained(place, **at)
         except (OSError, ValueError, RuntimeError) as error:
             raise TeacherError(
                 f"teacher {self._source} cannot be loaded ({first_line(error)}): give a folder "

@@ -10,12 +10,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_495,
-    "data/valora_data": 9_105,
-    "teachers/valora_teachers": 1_600,
+    "valora_train": 10_500,
+    "data/valora_data": 9_138,
+    "teachers/valora_teachers": 1_604,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 28_770,
-    "tests/*/valora_train": 6_746,
+    "tests/*/valora_train": 6_871,
     "tests/*/valora_data": 3_463,
     "tests/*/valora_teachers": 1_103,
     "tests/*/valora_kernels": 2_086,

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard, try_to_load_from_cache
 from valora_data.contract.base_model import base_folder
 from valora_data.contract.files import expanded
 from valora_data.errors import ValoraError
+from valora_data.hashing import hub_name
 from valora_teachers.registry import KINDS
 from valora_train.settings import LABELS, DomainSettings, Settings
 
@@ -108,7 +109,9 @@ def _of_card(place: str, kind: str = "model") -> str | None:
     file = expanded(place) / "README.md"
     with suppress(Exception):  # names and metadata of any form: no card then
         if not expanded(place).exists():
-            file = Path(str(try_to_load_from_cache(place, "README.md", repo_type=kind)))
+            name, revision = hub_name(place)
+            kept = try_to_load_from_cache(name, "README.md", repo_type=kind, revision=revision)
+            file = Path(str(kept))
         data = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data
         known = data.get("license_name") or data.get("license")
         return ", ".join(known if isinstance(known, list) else [str(known)]) if known else None

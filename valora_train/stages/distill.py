@@ -11,6 +11,7 @@ from typing import Any
 
 from valora_data import shards
 from valora_data.errors import DataError
+from valora_data.hashing import hub_file
 from valora_data.prepare import TRUTH
 from valora_data.schema import Answer, Split
 from valora_data.wording import plural
@@ -50,7 +51,7 @@ def teach_stage(
         inputs |= {"train": digest(data / Split.TRAIN)}
         return Stage(name, 3, settings, inputs, resumable=True, shared=True)
     try:
-        weights = digest(Path(domain.teacher), _cache(domain, work))
+        weights = digest(hub_file(domain.teacher), _cache(domain, work))
     except OSError as error:
         raise DataError(
             f"teacher of domain {domain.name}: {error.filename} cannot be read "
@@ -64,11 +65,12 @@ def build_teacher(
 ) -> None:
     """Write the teacher's file or folder into the stage's folder."""
     if domain.teacher != TRAIN:
-        model = _load(domain.teacher, domain, teacher)  # raises unless it knows these labels
+        weights = hub_file(domain.teacher)
+        model = _load(weights, domain, teacher)  # raises unless it knows these labels
         if model.remark:
             log.warning("teacher of domain %s: %s", domain.name, model.remark)
-        copy = shutil.copytree if Path(domain.teacher).is_dir() else shutil.copyfile
-        copy(domain.teacher, folder / str(KINDS[teacher.kind].artefact))
+        copy = shutil.copytree if weights.is_dir() else shutil.copyfile
+        copy(weights, folder / str(KINDS[teacher.kind].artefact))
         return
     for item in folder.iterdir():  # of an interrupted training only the checkpoint counts
         if item.is_dir():

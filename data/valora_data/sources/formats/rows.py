@@ -11,6 +11,7 @@ from PIL import Image
 from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.faults import FaultError, FaultKind, ImageReader, Media
+from valora_data.hashing import hub_name
 from valora_data.schema import Answer, Split, Task
 from valora_data.shards import is_shard, open_shard
 from valora_data.sources.base import ANSWERS, Location, Source, SourceFormat, Splits
@@ -271,7 +272,7 @@ class VideoFolderFormat(ImageFolderFormat):
 
 
 class HubFormat(AnnotatedFormat):
-    """A data set on the hub (``name:configuration``) or a folder of `datasets`; streamed."""
+    """A data set on the hub (``name@revision:configuration``) or folder of `datasets`; streamed."""
 
     remote = texts = True
     reads = SourceFormat.reads  # all files of a folder
@@ -354,8 +355,10 @@ def _load(name: str) -> dict[str, Any]:
             if isinstance(loaded, datasets.Dataset):
                 loaded = {str(loaded.split or "all"): loaded}
             return {split: rows.to_iterable_dataset() for split, rows in loaded.items()}
-        source = str(folder) if folder.is_dir() else path
-        streams = datasets.load_dataset(source, configuration or None, streaming=True)
+        source, revision = (str(folder), None) if folder.is_dir() else hub_name(path)
+        streams = datasets.load_dataset(
+            source, configuration or None, revision=revision, streaming=True
+        )
         return {str(split): rows for split, rows in streams.items()}
     except (OSError, ValueError, RuntimeError) as error:
         text = f"data set {name} cannot be loaded ({first_line(error)}): check the name, the"
@@ -367,7 +370,7 @@ def _class_names(
 ) -> list[str] | None:
     """Names that the data set declares for its class indices."""
     field = "objects" if task.spec.detects else "label"
-    held: Any = features.get(columns.get(field, field))
+    held: Any = next((features[x] for x in names_of(field, columns) if x in features), None)
     held = getattr(held, "feature", held) if task.spec.detects else held  # a list of objects
     candidates = list(held.values()) if isinstance(held, dict) else [held]
     inner = (getattr(candidate, "feature", candidate) for candidate in candidates)

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_138,
     "teachers/valora_teachers": 1_604,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 28_770,
+    "valora_serve": 28_740,
     "tests/*/valora_train": 6_871,
     "tests/*/valora_data": 3_463,
     "tests/*/valora_teachers": 1_103,

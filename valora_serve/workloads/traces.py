@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import csv
 import inspect
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from valora_serve.errors import RequestError
 
@@ -230,11 +230,46 @@ def generate(make: Callable[..., Workload], options: Mapping[str, Any]) -> Workl
     return make(**{name: options[name] for name in options_of(make) & options.keys()})
 
 
-COLUMNS = (
-    ("timestamp", "arrival", "time"),
-    ("contexttokens", "input", "prompt", "prompt_tokens", "input_length"),
-    ("generatedtokens", "output", "output_tokens", "output_length"),
-)
+def _seconds(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return datetime.fromisoformat(str(value).strip()).timestamp()
+
+
+_Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0, allow_inf_nan=False)]
+
+
+class _Line(BaseModel):
+    """A request in a file, whose columns may have the names that Azure's traces have."""
+
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+
+    arrival: _Seconds = Field(validation_alias=AliasChoices("arrival", "timestamp", "time"))
+    prompt: int = Field(ge=1, lt=2**31, validation_alias=AliasChoices(
+        "prompt", "contexttokens", "input", "prompt_tokens", "input_length"))  # fmt: skip
+    output: int = Field(ge=0, lt=2**31, validation_alias=AliasChoices(
+        "output", "generatedtokens", "output_tokens", "output_length"))  # fmt: skip
+    adapter: str | None = None
+    rank: int = Field(64, ge=1, lt=2**31)
+    images: int = Field(0, ge=0, lt=2**31)
+    latency_limit: _Seconds | None = None
+
+
+class _Row(_Line):
+    model_config = ConfigDict(extra="ignore")
+
+
+def _line(where: str, text: str | dict[str, Any]) -> _Line:
+    """A line of JSON, or a row of a CSV file; a TraceError names the fault."""
+    try:
+        if isinstance(text, dict):
+            return _Row.model_validate(text)
+        return _Line.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        named = "".join(f"{name}: " for name in first["loc"][:1])
+        raise TraceError(f"{where}: {named}{first['msg']}.") from None
 
 
 def azure(path: Path, *, rate: float | None = None, **mix: Unpack[Mix]) -> Workload:
@@ -267,53 +302,12 @@ def _csv_rows(path: Path) -> Iterator[tuple[float, float, float]]:
     try:
         with path.open(encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
-            names = {name.strip().lower(): name for name in reader.fieldnames or ()}
-            columns = []
-            for wanted in COLUMNS:
-                found = next((names[name] for name in wanted if name in names), None)
-                if found is None:
-                    raise TraceError(
-                        f"{path} has no column {wanted[0]!r} (or "
-                        f"{', '.join(map(repr, wanted[1:]))}); its columns are "
-                        f"{', '.join(map(repr, names)) or 'none'}."
-                    )
-                columns.append(found)
             for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                time, prompt, output = (row[column] for column in columns)
-                yield (
-                    _seconds(where, time),
-                    _count(where, columns[1], prompt, least=1),
-                    _count(where, columns[2], output, least=0),
-                )
+                named = {str(name).strip().lower(): value for name, value in row.items()}
+                line = _line(f"{path}, line {reader.line_num}", named)
+                yield line.arrival, line.prompt, line.output
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TraceError(f"{path} cannot be read as CSV: {error}.") from error
-
-
-def _seconds(where: str, text: str | None) -> float:
-    text = (text or "").strip()
-    try:
-        seconds = float(text)
-    except ValueError:
-        try:
-            # Azure's files have seven digits of a second, Python reads six.
-            head, dot, tail = text.partition(".")
-            seconds = datetime.fromisoformat(head + dot + tail[:6]).timestamp()
-        except ValueError:
-            raise TraceError(f"{where}: {text!r} is neither seconds nor a date and time.") from None
-    if not 0 <= seconds < math.inf:
-        raise TraceError(f"{where}: time {text} is negative or infinite.")
-    return seconds
-
-
-def _count(where: str, column: str, text: str | None, least: int) -> float:
-    try:
-        value = float(text or "")
-    except ValueError:
-        raise TraceError(f"{where}: {column} is not a number: {text!r}.") from None
-    if not least <= value < 2**31 or value != int(value):
-        raise TraceError(f"{where}: {column} must be a whole number from {least}, got {text}.")
-    return value
 
 
 def read(path: Path) -> Workload:
@@ -328,7 +322,19 @@ def read(path: Path) -> Workload:
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 if text.strip():
-                    rows.append(_json_row(f"{path}, line {number}", text, ranks))
+                    where = f"{path}, line {number}"
+                    line = _line(where, text)
+                    asked = BASE
+                    if line.adapter is not None:
+                        own = len(ranks), line.rank
+                        asked, known = ranks.setdefault(line.adapter, own)
+                        if known != line.rank:
+                            raise TraceError(
+                                f"{where}: {line.adapter} has rank {line.rank}, but rank {known} "
+                                "in a line above."
+                            )
+                    limit = math.nan if line.latency_limit is None else line.latency_limit
+                    rows.append((line.arrival, asked, line.prompt, line.output, line.images, limit))
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read: {error}.") from error
     if not rows:
@@ -338,42 +344,6 @@ def read(path: Path) -> Workload:
     asked, prompt, output, images = (table[:, i].astype(np.int32) for i in range(1, 5))
     of_each = tuple(rank for _, rank in ranks.values())
     return Workload(tuple(ranks), of_each, table[:, 0], asked, prompt, output, images, table[:, 5])
-
-
-KEYS = {"arrival", "adapter", "rank", "prompt", "output", "images", "latency_limit"}
-
-
-def _json_row(where: str, text: str, ranks: dict[str, tuple[int, int]]) -> tuple[float, ...]:
-    try:
-        line = json.loads(text)
-    except ValueError as error:
-        raise TraceError(f"{where} is not JSON: {error}.") from error
-    if not isinstance(line, dict):
-        raise TraceError(f"{where}: expected an object, got {type(line).__name__}.")
-    missing = [key for key in ("arrival", "prompt", "output") if key not in line]
-    if missing:
-        raise TraceError(f"{where}: {', '.join(missing)} is missing.")
-    if unknown := set(line) - KEYS:
-        raise TraceError(
-            f"{where}: unknown {', '.join(sorted(unknown))}; known are {', '.join(sorted(KEYS))}."
-        )
-    adapter, number = line.get("adapter"), BASE
-    if adapter is not None:
-        rank = int(_count(where, "rank", str(line.get("rank", 64)), least=1))
-        number, known = ranks.setdefault(str(adapter), (len(ranks), rank))
-        if known != rank:
-            raise TraceError(
-                f"{where}: {adapter} has rank {rank}, but rank {known} in a line above."
-            )
-    limit = line.get("latency_limit")
-    return (
-        _seconds(where, str(line["arrival"])),
-        number,
-        _count(where, "prompt", str(line["prompt"]), least=1),
-        _count(where, "output", str(line["output"]), least=0),
-        _count(where, "images", str(line.get("images", 0)), least=0),
-        math.nan if limit is None else _seconds(where, str(limit)),
-    )
 
 
 def with_latency_limit(workload: Workload, seconds: float) -> Workload:

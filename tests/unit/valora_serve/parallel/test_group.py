@@ -8,8 +8,7 @@ from valora_serve.parallel.group import LIMIT, Group, PeerMemory, signal_all
 
 @pytest.fixture
 def memory():
-    buffers = {dtype: torch.zeros(LIMIT // 4, dtype=dtype) for dtype in (torch.float32,)}
-    return PeerMemory("group", 1, 3, buffers)
+    return PeerMemory("group", 1, 3, {torch.float32: torch.zeros(LIMIT // 4)})
 
 
 @pytest.mark.parametrize(

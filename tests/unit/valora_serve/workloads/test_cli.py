@@ -37,7 +37,7 @@ def test_command_says_what_is_wrong(tmp_path, capsys):
     path = tmp_path / "t.csv"
     path.write_text("when,what\n1,2\n")
     assert main(["--trace", str(path)]) == 1
-    assert "has no column 'timestamp'" in capsys.readouterr().err
+    assert "line 2: arrival: Field required" in capsys.readouterr().err
     assert main(["--rates", "-1"]) == 1
     assert main(["--decision-trace", str(tmp_path / "d.txt")]) == 1
     assert "one policy" in capsys.readouterr().err

@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_500,
-    "data/valora_data": 9_138,
+    "data/valora_data": 9_144,
     "teachers/valora_teachers": 1_604,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 28_740,
     "tests/*/valora_train": 6_871,
-    "tests/*/valora_data": 3_463,
-    "tests/*/valora_teachers": 1_103,
+    "tests/*/valora_data": 3_472,
+    "tests/*/valora_teachers": 1_111,
     "tests/*/valora_kernels": 2_086,
     "tests/*/valora_serve": 24_683,
     "tests/unit/bench": 1_508,

@@ -22,6 +22,12 @@ def family_of(name: str, base: str = "custom") -> Architecture:
     """The family of a ``model_type``; or a `BundleError`."""
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]()
+    if name.startswith("gemma3"):
+        raise BundleError(
+            f"base model {base} ({name}) is not served: its layers attend in windows, and to later "
+            "tokens of an image, which paged attention does not do: use SmolVLM, InternVL3, "
+            "LLaVA-NeXT or Qwen-VL"
+        )
     raise BundleError(
         f"base model {base} has the architecture {name!r}, which is not one of "
         f"{', '.join(sorted(ARCHITECTURES))}: choose another base model, or register the "

@@ -18,7 +18,7 @@ from valora_data.schema import Answer, Box, Sample, Task
 from valora_teachers import yolo
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import load_teacher, make_teacher
-from valora_teachers.yolo import load_ultralytics, text_encoder
+from valora_teachers.yolo import image_size, load_ultralytics, text_encoder
 
 TINY = {"size": 64, "width": 0.0625, "epochs": 2, "batch": 8, "seed": 3}
 LABELS = ("ball", "box")
@@ -219,6 +219,14 @@ def test_classification_agrees_with_ultralytics(classifier):
 def test_each_model_for_its_own_task(kind, model, labels, task, message, request):
     with pytest.raises(TeacherError, match=message):
         load_teacher(kind, request.getfixturevalue(model), labels, task=task)
+
+
+def test_the_image_size_comes_from_the_boxes():
+    """Nine in ten get at least 12 pixels, up to the images' own size and never below the option."""
+    for side, wanted in ((200, 96), (40, 128), (6, 384), (1, 384)):
+        boxes = (*[Box(9, 9, 9 + side, 9 + side, "a")] * 19, Box(0, 0, 1, 1, "a"))
+        some = [Sample("x", Image.new("RGB", (384, 256)), Answer(boxes))]
+        assert image_size(some, 96) == wanted
 
 
 def test_only_boxes_are_kept(tmp_path):

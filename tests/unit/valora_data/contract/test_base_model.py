@@ -145,6 +145,15 @@ def test_what_is_no_base_model_of_images(random_llava, tmp_path):
         with pytest.raises(BundleError, match=said) as caught:
             load_model(name, torch.float32)
         assert "\n" not in str(caught.value)
+    for changed, said in (
+        ({"model_type": "gemma3"}, r"\(gemma3\) is not served: its layers attend in windows"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantised form already \(awq\)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, r"quantised form already \(gptq\)"),
+    ):
+        described = json.loads((random_llava / "config.json").read_text())
+        (split / "config.json").write_text(json.dumps(described | changed))
+        with pytest.raises(BundleError, match=said):
+            load_model(str(split), torch.float32, plain=True)
     with pytest.raises(BundleError, match="has no image token, so it takes no images"):
         check_image_token("words", config, SimpleNamespace(tokenizer=None))
 

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_144,
     "teachers/valora_teachers": 1_604,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 28_599,
+    "valora_serve": 28_574,
     "tests/*/valora_train": 6_871,
     "tests/*/valora_data": 3_472,
     "tests/*/valora_teachers": 1_111,

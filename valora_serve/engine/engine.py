@@ -38,7 +38,7 @@ from valora_serve.engine.sequence import Prepared, SequenceState
 from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY, NF4_PACKED, UNMERGEABLE
 from valora_serve.engine.tuning import make_tuning
 from valora_serve.engine.warm_up import WarmUp
-from valora_serve.engine.workers import Workers
+from valora_serve.engine.workers import SplitRunner, Workers
 from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
 from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
 from valora_serve.memory.unified import PageShape, UnifiedMemory
@@ -48,7 +48,6 @@ from valora_serve.model.heads import launch_heads
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
-from valora_serve.model.split_runner import SplitRunner
 from valora_serve.model.work import AdapterTable, Work
 from valora_serve.orchestrator.cost_model import CostModel, load_or_estimate
 from valora_serve.orchestrator.decision import Decision, StepLimits, View, window

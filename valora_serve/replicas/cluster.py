@@ -332,7 +332,7 @@ def _deploy(application: Any, settings: ReplicaSettings) -> None:
                 return
             if found.status in failed:
                 raise SettingsError(_why(said))
-        time.sleep(0.1)
+        time.sleep(PERIOD)  # asked more often, Ray answers with a core
     raise SettingsError(
         f"the replicas did not start within {settings.start_seconds:g} s ({_line(said)[:300]}): "
         "free the GPUs and cores of the Ray cluster, or raise start_seconds"

@@ -31,7 +31,7 @@ from valora_data.errors import ValoraError
 from valora_serve.errors import CancelledRequestError, StoppedError
 from valora_serve.replicas.board import Report
 from valora_serve.routing.base import RecentAdapters, ReplicaState
-from valora_serve.routing.registry import make_router
+from valora_serve.routing.routers import make_router
 from valora_serve.server.access.keys import KeyRing
 from valora_serve.server.access.rules import Rules
 from valora_serve.server.app import make_server

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from valora_data.wording import plural
 from valora_serve.routing.base import RouterSettings
-from valora_serve.routing.registry import ROUTERS
+from valora_serve.routing.routers import ROUTERS
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,10 @@
-"""The routers: by adapter, by load, at random.
+"""The routers by name; other packages add theirs with an entry point.
 
-`affinity` sends the requests of an adapter to few replicas, as long as these have no more load than
-others. Rendezvous hashing gives each adapter an order of the replicas (Thaler and Ravishankar,
-"Using Name-Based Mappings to Increase Hit Rates", 1998); when a replica joins or leaves, only the
-adapters that it gains or had move. The load of a replica is bounded by a multiple of the mean
-(Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bounded Loads", 2018), so that an
-adapter that gets more requests than one replica can take is served by several.
+`affinity` sends the requests of an adapter to few replicas. Rendezvous hashing gives each adapter
+an order of the replicas (Thaler and Ravishankar, "Using Name-Based Mappings to Increase Hit Rates",
+1998); when a replica joins or leaves, only the adapters that it gains or had move. The load of a
+replica is bounded by a multiple of the mean (Mirrokni, Thorup and Zadimoghaddam, "Consistent
+Hashing with Bounded Loads", 2018), so that popular adapters are served by several.
 """
 
 from __future__ import annotations
@@ -14,7 +13,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from valora_serve.routing.base import ReplicaState, Router
+from valora_data.registry import Registry
+from valora_serve.errors import SettingsError
+from valora_serve.routing.base import ReplicaState, Router, RouterSettings
 
 
 class RandomRouter(Router):
@@ -69,6 +70,19 @@ class AffinityRouter(LeastRouter):
             return (over, 2, replica.load) if replica in homes else (over, 3, 0.0)
 
         return sorted(ranked, key=place)  # stable: the adapter's own order decides among equals
+
+
+ROUTERS: Registry[type[Router]] = Registry(
+    "valora.routers",
+    "router",
+    {name: f"{__name__}:{name.title()}Router" for name in ("affinity", "random", "least")},
+    SettingsError,
+)
+
+
+def make_router(name: str, settings: RouterSettings | None = None) -> Router:
+    """Create a router by name; raises SettingsError if there is none."""
+    return ROUTERS[name](settings)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -21,7 +21,7 @@ from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.routing.base import Router, RouterSettings
-from valora_serve.routing.registry import ROUTERS
+from valora_serve.routing.routers import ROUTERS
 from valora_serve.workloads import traces
 from valora_serve.workloads.cluster import WAYS, Dispatch, simulate_cluster
 from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate

@@ -324,17 +324,17 @@ def read(path: Path) -> Workload:
                 if text.strip():
                     where = f"{path}, line {number}"
                     line = _line(where, text)
-                    asked = BASE
+                    of = BASE
                     if line.adapter is not None:
                         own = len(ranks), line.rank
-                        asked, known = ranks.setdefault(line.adapter, own)
+                        of, known = ranks.setdefault(line.adapter, own)
                         if known != line.rank:
                             raise TraceError(
                                 f"{where}: {line.adapter} has rank {line.rank}, but rank {known} "
                                 "in a line above."
                             )
                     limit = math.nan if line.latency_limit is None else line.latency_limit
-                    rows.append((line.arrival, asked, line.prompt, line.output, line.images, limit))
+                    rows.append((line.arrival, of, line.prompt, line.output, line.images, limit))
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} cannot be read: {error}.") from error
     if not rows:

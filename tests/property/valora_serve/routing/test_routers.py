@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.support.random_tests import examples
 from valora_serve.routing.base import RecentAdapters, ReplicaState, RouterSettings
-from valora_serve.routing.registry import ROUTERS, make_router
+from valora_serve.routing.routers import ROUTERS, make_router
 
 ADAPTERS = [f"adapter-{i}" for i in range(30)]
 names = st.sampled_from(ADAPTERS)
@@ -171,7 +171,7 @@ def test_random_is_uniform():
 def test_processes_agree_on_the_order():
     code = (
         "from valora_serve.routing.base import ReplicaState\n"
-        "from valora_serve.routing.registry import make_router\n"
+        "from valora_serve.routing.routers import make_router\n"
         "fleet = [ReplicaState(f'r{i}', 0) for i in range(5)]\n"
         "print([make_router('affinity').rank(f'a{i}', fleet) for i in range(20)])"
     )

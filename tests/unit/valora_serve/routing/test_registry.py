@@ -4,7 +4,7 @@ import pytest
 
 from valora_serve.errors import SettingsError
 from valora_serve.routing.base import ReplicaState
-from valora_serve.routing.registry import ROUTERS, make_router
+from valora_serve.routing.routers import ROUTERS, make_router
 
 ALPHABETICAL = """
 from valora_serve.routing.base import Router

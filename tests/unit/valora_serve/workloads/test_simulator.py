@@ -18,7 +18,7 @@ from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
-from valora_serve.routing.registry import ROUTERS, make_router
+from valora_serve.routing.routers import ROUTERS, make_router
 from valora_serve.workloads import traces
 from valora_serve.workloads.cluster import Dispatch, simulate_cluster
 from valora_serve.workloads.simulator import Machine, SimSettings, simulate

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -105,7 +105,7 @@ class SamplingParams:
         return self.constraint is not None or self.penalised
 
 
-MAX_MIXED, MAX_WEIGHT = 2, 4.0
+MOST_MIXED, MOST_WEIGHT = 2, 4.0
 """Most adapters of a request, as kernels take so many a row; largest weight, negative or not."""
 
 
@@ -119,7 +119,7 @@ class Request:
 
     id: str  # unique among unfinished requests
     model: str | None = None  # name of a domain, of an adapter or of the base model (None)
-    # Up to `MAX_MIXED` adapters that apply instead, with the factors of what they add. `model`
+    # Up to `MOST_MIXED` adapters that apply instead, with the factors of what they add. `model`
     # then names the base model, or the first of them.
     adapters: tuple[tuple[str, float], ...] = ()
     # Turns for transformers' chat templates: dicts of ``role`` and ``content``, a string or a list
@@ -352,7 +352,7 @@ class EngineClient(Protocol):
     nothing has changed then. Unfinished requests of what is unloaded are still answered.
     """
 
-    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+    def generate(self, request: Request) -> AsyncIterator[Output]:
         """Answer a request with a stream of outputs, the last of which has `finish`.
 
         The outputs of the requests in `Request.also` come among its own, with their ids. If a

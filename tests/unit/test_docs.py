@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.bench import figures
 from tests.support.configs import configured
 from valora_serve import cli as serve
 from valora_serve.commands import COMMANDS
@@ -91,9 +92,12 @@ def test_every_page_is_two_clicks_from_the_readme():
 
 
 def test_pages_are_short_enough_to_be_read():
-    """Words by hand: those with a letter, outside of code."""
+    """Words by hand: those with a letter, outside of code and of tables that are generated."""
     counted = {
-        page: sum(bool(re.search(r"[^\W\d_]", word)) for word in prose(page).split())
+        page: sum(
+            bool(re.search(r"[^\W\d_]", word))
+            for word in figures.BLOCK.sub("", prose(page)).split()
+        )
         for page in PAGES
         if page.name != "changelog.md"
     }
@@ -271,3 +275,19 @@ def test_every_extension_point_is_explained():
     for section in sections[1:]:
         lines = [line for line in section.splitlines()[1:] if line.strip()]
         assert len(lines) <= 15, section.splitlines()[0]
+
+
+@pages
+def test_tables_of_figures_are_those_of_their_files(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert figures.written(text) == text, "run: python -m tests.bench.figures write"
+
+
+def test_every_figure_is_cited_and_says_what_measured_it() -> None:
+    cited = {one[1] for page in PAGES for one in figures.BLOCK.finditer(page.read_text("utf-8"))}
+    files = {file.stem: json.loads(file.read_text("utf-8")) for file in figures.FOLDER.iterdir()}
+    assert cited == {*files}
+    for name, figure in files.items():
+        assert figure["command"] == f"python -m {figures.FIGURES[name].command}"
+        assert all(figure[fact] for fact in ("commit", "date", "machine", "versions"))
+        assert "dirty" not in figure["commit"]

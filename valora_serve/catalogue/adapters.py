@@ -26,7 +26,7 @@ from valora_data.contract.files import (
     shown,
 )
 from valora_data.models.base import Architecture, ModelPart
-from valora_serve.catalogue.patterns import MAX_PATTERNS, Expression, match_all, plain
+from valora_serve.catalogue.patterns import MOST_PATTERNS, Expression, match_all, plain
 from valora_serve.errors import AdapterError, pickle_error
 
 CONFIG = "adapter_config.json"
@@ -224,6 +224,7 @@ def _unmatched(folder: Path, name: str, targets: ModelTargets) -> AdapterError:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
+    """Read the configuration, and refuse options that cannot be served."""
     try:
         config = read_json(folder / CONFIG, CONFIG_BYTES)
     except UnreadableError as error:
@@ -344,8 +345,8 @@ class _Rules:
                 raise ValueError("expected r and lora_alpha")  # noqa: TRY301
             for option, general, fine, what in NUMBERS:
                 given = config.setdefault(option, {}) or {}
-                few = isinstance(given, dict) and len(given) <= MAX_PATTERNS
-                _expect(few, option, f"at most {MAX_PATTERNS} values by pattern", given)
+                few = isinstance(given, dict) and len(given) <= MOST_PATTERNS
+                _expect(few, option, f"at most {MOST_PATTERNS} values by pattern", given)
                 config[option] = given
                 _expect(fine(config[general]), general, what, config[general])
                 for key, value in given.items():
@@ -425,6 +426,7 @@ class _Rules:
         return int(number) in self._layers if number else False
 
     def _named(self, option: str, names: str | frozenset[str], path: str) -> bool:
+        """Whether a pattern, or a list of names, names a module as in PEFT."""
         if isinstance(names, str):
             return self._found[Expression(option, "fullmatch", names)][path] is not None
         ends = (path[at + 1 :] for at, character in enumerate(path) if character == ".")
@@ -455,6 +457,7 @@ def _pair(
     tensors: dict[str, tuple[str, torch.Tensor]],
     shape: tuple[int, int],
 ) -> LoraPair:
+    """The matrices of a linear, checked; `paths` are those in the model and in the file."""
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]
         raise AdapterError(f"adapter {folder}: {only} has no partner; save the adapter again")

@@ -70,7 +70,7 @@ class PeerMemory:
         try:
             for dtype in (torch.bfloat16, torch.float32):
                 buffer = symmetric.empty(LIMIT // dtype.itemsize, dtype=dtype, device=device)
-                found.handles.append(symmetric.rendezvous(buffer, found.name))
+                found.handles.append(symmetric.rendezvous(buffer, world.group_name))
                 found.buffers[dtype] = buffer
         except RuntimeError as error:  # containers may forbid to share memory
             log.warning("GPUs exchange small tensors through NCCL, which is slower: %s", error)

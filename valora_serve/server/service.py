@@ -6,12 +6,24 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
-from valora_serve.errors import CancelledRequestError, ServeError, StoppedError, UnknownModelError
+from valora_serve.errors import (
+    CancelledRequestError,
+    ServeError,
+    StoppedError,
+    UnknownModelError,
+)
 from valora_serve.server.access.admission import Admission
 from valora_serve.server.access.guard import caller, caller_key
 from valora_serve.server.gather import gathered
@@ -23,7 +35,7 @@ T = TypeVar("T")
 AT_ONCE = 128
 """Most requests of one HTTP request that the engine has at a time: a thousand that are begun, or
 end, together hold up the event loop for a third of a second."""
-MIN_DEADLINE = 0.001  # seconds
+LEAST_DEADLINE = 0.001  # seconds
 NAMED = 20  # names that an error lists
 
 
@@ -147,7 +159,7 @@ class Service:
         headers: Mapping[str, str],
         *,
         stream: bool = True,
-        answering: AsyncGenerator[Output, None] | None = None,
+        answering: AsyncIterator[Output] | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Outputs of an admitted request; closing the iterator cancels the request."""
         name, constraint = ticket.model.name, request.sampling.constraint
@@ -178,7 +190,7 @@ class Service:
                     raise StoppedError("The engine stopped while it answered: try again")
         finally:
             ticket.leave(last.times if last is not None else None)
-            await answering.aclose()
+            await _close(answering)
 
     def _sent(self, request: Request, *, stream: bool) -> Request:
         """A request as the engine gets it: with who asks, and whom it shares caches with."""
@@ -194,9 +206,11 @@ class Service:
 
         async def collect() -> None:
             stream = self.engine.generate(dataclasses.replace(first, also=tuple(others)))
-            async with contextlib.aclosing(stream) as outputs:
-                async for output in outputs:
+            try:
+                async for output in stream:
                     found[output.id].append(output)
+            finally:
+                await _close(stream)
 
         async def replayed(request: Request) -> AsyncGenerator[Output, None]:
             await asyncio.shield(collecting)
@@ -227,7 +241,7 @@ class Service:
         async def whole(request: Request) -> list[Output]:
             if request.deadline is not None:
                 left = request.deadline - (time.monotonic() - arrived)
-                request = dataclasses.replace(request, deadline=max(left, MIN_DEADLINE))
+                request = dataclasses.replace(request, deadline=max(left, LEAST_DEADLINE))
             asked = self.ask(ticket, request, headers, stream=False)
             async with contextlib.aclosing(asked) as outputs:
                 return [output async for output in outputs]
@@ -329,3 +343,9 @@ def _spread(times: Times | None, count: int) -> list[float]:
         return []
     step = (times.finished - times.first_token) / max(1, count - 1)
     return [times.first_token + number * step for number in range(count)]
+
+
+async def _close(stream: AsyncIterator[Output]) -> None:
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()

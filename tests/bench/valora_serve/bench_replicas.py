@@ -37,6 +37,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from tests.bench.valora_serve.serve_models import ATTENTION
+from tests.bench.valora_serve.split_models import save_base
 from valora_data.contract.base_model import base_folder
 
 SECRET = "an-admin-key-of-the-benchmark"
@@ -481,7 +482,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="+", choices=["throughput", "affinity", "kill", "front"])
     parser.add_argument("--tiny", action="store_true", help="a small run on the CPU")
-    parser.add_argument("--base", help="base model: a folder or hub name, of the 7B shape")
+    parser.add_argument("--base", help="base model: a folder or hub name; llava-7b: that shape")
     parser.add_argument("--affinity-base", help="base model of part affinity")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=64, help="requests in progress")
@@ -503,6 +504,9 @@ def main():
     console = Console()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if found.base == "llava-7b":
+            few = replace(few, base=str(save_base(folder / "base", "cuda:0", 32, 4096)))
+            many = replace(many, base=found.affinity_base or few.base)
         if {"throughput", "kill"} & {*found.parts}:
             store = save_adapters(few, folder / "few")
             if "throughput" in found.parts:

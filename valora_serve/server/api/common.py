@@ -23,7 +23,7 @@ from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry import logs
 from valora_serve.types import Finish, Logprob, Output, ServedModel, TokenLogprobs, Usage
 
-MIN_LOGPROB = -9999.0  # as in OpenAI's responses
+LEAST_LOGPROB = -9999.0  # as in OpenAI's responses
 _TEXTS = {
     400: "The request is invalid",
     401: "The API key is missing or unknown",
@@ -99,7 +99,10 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
 
 
 def valora_block(
-    model: ServedModel, last: Output, sizes: Sequence[tuple[int, int]], warnings: Sequence[str] = ()
+    model: ServedModel,
+    last: Output,
+    sizes: Sequence[tuple[int, int]],
+    warnings: Sequence[str] = (),
 ) -> ValoraAnswer:
     """The response's field ``valora``: model, mode and times, and the head's result."""
     head, times = last.head, last.times
@@ -139,7 +142,7 @@ def joined(lasts: Sequence[Output]) -> Output:
 
 def json_logprob(value: float) -> float:
     """A log probability as JSON can hold it, which knows neither infinity nor NaN."""
-    return value if MIN_LOGPROB < value < math.inf else MIN_LOGPROB
+    return value if LEAST_LOGPROB < value < math.inf else LEAST_LOGPROB
 
 
 def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:
@@ -198,6 +201,7 @@ class EventStream(Response):
 
 
 async def _end(send: Send, error: ServeError | None) -> None:
+    """End a stream, with an event of the error if there is one."""
     if error is not None:
         logs.LOG.warning("%s", error)
         await send(_body({"error": error_body(error)}))

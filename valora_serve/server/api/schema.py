@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from valora_serve.server.media.urls import MediaUrl
-from valora_serve.types import MAX_MIXED, MAX_WEIGHT
+from valora_serve.types import MOST_MIXED, MOST_WEIGHT
 
 
 def _finite(value: JsonValue) -> JsonValue:
@@ -167,6 +167,7 @@ ContentPart = Annotated[
     TextPart | ImagePart | VideoPart | FramesPart | RefusalPart | OtherPart,
     Field(discriminator="type"),
 ]
+_List = Field(max_length=10_000, fail_fast=True)
 _Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
 
 
@@ -255,7 +256,7 @@ class WeightedAdapter(Body):
     """An adapter with the factor of what it adds to the base model."""
 
     name: Text
-    weight: FiniteFloat = Field(default=1, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
+    weight: FiniteFloat = Field(default=1, ge=-MOST_WEIGHT, le=MOST_WEIGHT)
 
 
 class Valora(Body):
@@ -266,19 +267,23 @@ class Valora(Body):
     deadline: Deadline = None
     adapters: list[WeightedAdapter] | None = Field(
         default=None,
-        max_length=MAX_MIXED,
+        max_length=MOST_MIXED,
         description="adapters with weights, applied together; model then names the base model or "
         "the first of them",
     )
 
 
 class _Asked(Body):
+    """What all requests but those of images may hold."""
+
     model: _Model = None
     cache_salt: CacheSalt = None
     valora: Valora = Valora()
 
 
 class _Generated(_Asked):
+    """What all requests for text may hold."""
+
     stream: bool | None = False
     temperature: FiniteFloat | None = Field(default=None, ge=0, le=2)
     top_p: FiniteFloat | None = Field(default=None, gt=0, le=1)
@@ -318,6 +323,8 @@ class _Sampled(_Generated):
 
 
 class _Called(Body):
+    """Tools of a request."""
+
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: str | JsonObject | None = Field(
         default=None, description="auto, none, required, a function, or allowed_tools"
@@ -452,7 +459,7 @@ class LookRequest(VisionRequest):
 
     domains: Literal["*"] | Annotated[list[Text], Field(min_length=1, max_length=1000)] = Field(
         description="names of domains, or of bundles for all of theirs; `*` for every domain that "
-        "reads what is sent"
+        "reads what is sent",
     )
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from valora_serve.types import EngineClient, NewContext, ServedModel
 
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
-MAX_FILES = 20_000  # most files and folders in a bundle's folder
+MOST_FILES = 20_000  # most files and folders in a bundle's folder
 CONTEXTS = "contexts"  # folder of the contexts made at run time, in the adapter folder
 T = TypeVar("T")
 
@@ -111,6 +111,7 @@ class ServedSet:
         return name in self._found
 
     def _reserve_served(self) -> None:
+        """Reserve the names of what operators have loaded."""
         models = [model for model in self._engine.models() if model.name not in self._found]
         bundles = {model.bundle.partition("@")[0] for model in models if model.bundle}
         self.reserve((*(model.name for model in models), *bundles, *(f"{b}/" for b in bundles)))
@@ -143,6 +144,7 @@ class ServedSet:
         return problems
 
     async def _load_again(self, kind: str, name: str) -> None:
+        """Load what the state says."""
         path = self._state.of(kind).get(name)
         if path is None:  # a bundle of the command line, which another had replaced
             if name in self._given:
@@ -434,6 +436,7 @@ class ServedSet:
             await self._engine.load_bundle(before[name])
 
     def _served_bundles(self) -> dict[str, Path]:
+        """Folders of the bundles that are served now, by name."""
         found: dict[str, Path] = {}
         for model in self._engine.models():
             if model.bundle:
@@ -461,9 +464,9 @@ class ServedSet:
                 raise outside
             read = (folder / f for f in FETCHED) if kind == "adapter" else folder.rglob("*")
             for number, item in enumerate(read):
-                if number >= MAX_FILES:
+                if number >= MOST_FILES:
                     raise AdapterError(
-                        f"{folder.name} holds more than {MAX_FILES} files: name the folder of one "
+                        f"{folder.name} holds more than {MOST_FILES} files: name the folder of one "
                         "adapter or bundle"
                     )
                 if not leads_inside(folder, item.resolve(), self._folder):
@@ -498,6 +501,7 @@ async def _nothing() -> None:
 
 
 def _check_adapter(folder: Path) -> None:
+    """Check that a folder is a PEFT adapter in safetensors; other files in it are not opened."""
     for name in FILES:
         if not (folder / name).is_file():
             if name == WEIGHTS and (folder / PICKLE).exists():

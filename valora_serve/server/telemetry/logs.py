@@ -54,6 +54,8 @@ def _one_line(value: Any) -> str:
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
+    """Handler that writes to the current `sys.stderr`."""
+
     def __init__(self) -> None:
         super().__init__(sys.stderr)
 

@@ -51,8 +51,19 @@ def systems(bench):
         rows.append([name, f"video, {STREAMS} streams", m["atl"], m["ttft"], m["p99"]])
         print(rows[-1], flush=True)
         bench.lmm.linears.by_matrix = False
-    ours = {work: value for name, work, value, *_ in rows if name == rows[-1][0]}
     table(f"Systems, {bench.base}",
-          ["system", "workload", "average token latency, ms", "mean TTFT, ms", "p99 latency, ms",
-           f"less with {rows[-1][0]}"],
-          [[*row, f"{1 - ours[row[1]] / row[2]:.0%}"] for row in rows])  # fmt: skip
+          ["system", "workload", "average token latency, ms", "mean TTFT, ms", "p99 latency, ms"],
+          rows)  # fmt: skip
+    beside(bench.base, rows)
+
+
+def beside(base, rows):
+    """A row for each workload: latency by system, and how much less that of the last one is."""
+    found = {(system, work): latency for system, work, latency, *_ in rows}
+    systems, works = dict.fromkeys(row[0] for row in rows), dict.fromkeys(row[1] for row in rows)
+    *others, last = systems
+    table("Average token latency, ms (how much less the last one's is)",
+          ["LMM", "workload", *systems],
+          [[base, work,
+            *(f"{found[one, work]:.3g} ({1 - found[last, work] / found[one, work]:.0%})"
+              for one in others), f"{found[last, work]:.3g}"] for work in works])  # fmt: skip

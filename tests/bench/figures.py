@@ -1,0 +1,190 @@
+"""The figures that the documentation cites: what measures each, and its tables there.
+
+    python -m tests.bench.figures run [NAME …]    measure: without names, all that this machine can
+    python -m tests.bench.figures write           write the tables of docs/ anew
+
+A run keeps the tables that its command prints in ``docs/figures/NAME.json``, with command, commit,
+date, machine and versions. A page has a table between ``<!-- figure NAME TABLE: COLUMNS -->`` and
+``<!-- end -->``: the number of the table, from 0, and the columns to show (all without).
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "figures"
+SERVE = "tests.bench.valora_serve"
+COSTS = "--costs docs/costs/nvidia-h200-7b.json"
+BLOCK = re.compile(r"<!-- figure ([\w-]+) (\d+)(?:: (.*?))? -->\n.*?<!-- end -->", re.DOTALL)
+PACKAGES = ("torch", "triton", "transformers", "peft", "ray", "ultralytics")
+
+
+class Figure(NamedTuple):
+    """A module with its arguments, and the GPUs that it needs."""
+
+    command: str
+    gpus: int = 0
+
+
+FIGURES = {
+    "decode": Figure(f"{SERVE}.bench_serve decode prefill", 1),
+    "throughput": Figure(f"{SERVE}.bench_serve throughput", 1),
+    "heads": Figure(f"{SERVE}.bench_serve heads --seconds 18", 1),
+    "skew": Figure(f"{SERVE}.bench_serve skew --rate 48 32 10 --shares 0.2 0.6 0.9 --seconds 6", 1),
+    "slo": Figure(f"{SERVE}.bench_serve slo --window 4", 1),
+    "ablation": Figure(f"{SERVE}.bench_serve ablation --window 4", 1),
+    "peft": Figure(f"{SERVE}.bench_serve peft", 1),
+    "systems": Figure(f"{SERVE}.bench_serve systems", 1),
+    "systems-qwen": Figure(
+        f"{SERVE}.bench_serve systems --base qwen2.5-vl-7b --systems dlora slora valora ours", 1
+    ),
+    "kernels": Figure("tests.bench.valora_kernels.bench_atmm", 1),
+    "training": Figure("tests.bench.valora_train.bench_train", 1),
+    "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel", 2),
+    "replicas": Figure(
+        f"{SERVE}.bench_replicas throughput --base llava-7b --seconds 24 --clients 128 --senders 8",
+        2,
+    ),
+    "http": Figure(f"{SERVE}.bench_http"),
+    "shelf": Figure(f"{SERVE}.bench_shelf --seconds 3"),
+    "sim-gpus": Figure(
+        "valora_serve.workloads.cli --workload retrieval --rates 60 --per-replica "
+        f"--replicas 1 2 4 --duration 60 --policies cost {COSTS}"
+    ),
+    "sim-routers": Figure(
+        f"{SERVE}.dlora_migration --replicas 4 --router affinity random least dlora --workload "
+        f"slora --adapters 200 --slots 32 --rates 40 60 80 --duration 60 {COSTS}"
+    ),
+    "sim-shares": Figure(
+        f"valora_serve.workloads.cli --rates 60 --adapters 4 --skews .7 --duration 120 "
+        f"--max-requests 64 --policies cost --shares {COSTS}"
+    ),
+}
+
+
+def tables(printed):
+    """The tables of a text, of Markdown or drawn by rich: title, head and rows of cells."""
+    found, title, open_ = [], "", False
+    for line in printed.splitlines():
+        cells = [one.strip() for one in re.split("[|│┃]", line.strip())[1:-1]]
+        if not cells:
+            ruled = line.strip() and set(line.strip()) <= set("━─┏┓┡┩├┤┼╇╈┳┻└┘┴┌┐┬╞╡╪═")
+            if line.strip() and not ruled:
+                title, open_ = line.strip(" #"), False
+        elif set("".join(cells)) <= {"-", ":"}:  # below the head
+            continue
+        elif not open_ or "┃" in line:
+            found.append({"title": title, "head": cells, "rows": []})
+            open_ = True
+        else:
+            found[-1]["rows"].append(cells)
+    return found
+
+
+def shown(figure, number, columns):
+    """A table of a figure in Markdown, with its caption."""
+    table = figure["tables"][number]
+    head = [one.strip() for one in columns.split(";")] if columns else table["head"]
+    places = [table["head"].index(name) for name in head]
+    rows = [head, ["---"] * len(head), *([row[at] for at in places] for row in table["rows"])]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    caption = f"{figure['machine']}, {figure['date']}, commit {figure['commit']}"
+    return "\n".join([*lines, "", f"{caption}, `make bench ARGS={figure['name']}`."])
+
+
+def written(text):
+    """A page with its tables written anew from the figures' files."""
+
+    def block(found):
+        name, number, columns = found.groups()
+        figure = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        body = shown(figure, int(number), columns)
+        return f"{found[0].partition('-->')[0]}-->\n{body}\n<!-- end -->"
+
+    return BLOCK.sub(block, text)
+
+
+def machine():
+    """What this machine is, in words."""
+    import torch
+
+    if count := torch.cuda.device_count():
+        name = torch.cuda.get_device_name()
+        return f"{count} × {name}" if count > 1 else name
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    return f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores"
+
+
+def keep(name, printed, **facts):
+    """Write the file of a figure, from what its command has printed."""
+    known = {one: version(one) for one in PACKAGES if _is_installed(one)}
+    figure = {
+        "name": name, "command": f"python -m {FIGURES[name].command}", **facts,
+        "versions": {"python": platform.python_version()} | known, "tables": tables(printed),
+    }  # fmt: skip
+    assert figure["tables"], f"{name} has printed no table"
+    FOLDER.mkdir(exist_ok=True)
+    text = json.dumps(figure, indent=1, ensure_ascii=False) + "\n"
+    (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def _is_installed(package):
+    try:
+        return bool(version(package))
+    except ModuleNotFoundError:
+        return False
+
+
+def run(names):
+    """Measure figures; the number of those that failed."""
+    import torch
+
+    gpus, failed = torch.cuda.device_count(), 0
+    told = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=8"]
+    commit = subprocess.run(told, capture_output=True, text=True, check=True).stdout.strip()
+    for name in names or [name for name, figure in FIGURES.items() if figure.gpus <= gpus]:
+        print(f"== {name}: python -m {FIGURES[name].command}", flush=True)
+        made = subprocess.Popen(
+            [sys.executable, "-m", *FIGURES[name].command.split()], cwd=ROOT,
+            env=os.environ | {"COLUMNS": "400"}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        printed = ""
+        for line in made.stdout:
+            print(line, end="", flush=True)
+            printed += line
+        if made.wait():
+            print(f"== {name} failed", flush=True)
+            failed += 1
+        else:
+            keep(name, printed, commit=commit, date=time.strftime("%Y-%m-%d"), machine=machine())
+    return failed
+
+
+def main(given=None):
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=["run", "write"])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(FIGURES)}")
+    found = parser.parse_args(given)
+    if unknown := set(found.names) - {*FIGURES}:
+        parser.error(f"there is no figure {sorted(unknown)[0]}: name one of {', '.join(FIGURES)}")
+    failed = run(found.names) if found.action == "run" else 0
+    for page in ROOT.glob("docs/**/*.md"):
+        text = page.read_text(encoding="utf-8")
+        if (new := written(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"wrote {page.relative_to(ROOT)}")
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,6 @@
 """Settings from a file, the environment and the command line, read by pydantic-settings.
 
-The settings themselves are frozen dataclasses, so that the engine can be imported without pydantic.
-Their fields and docstrings are the only place where an option, its type, default and help stand.
+The settings are frozen dataclasses (the engine has no pydantic), whose docstrings are the help.
 """
 
 from __future__ import annotations

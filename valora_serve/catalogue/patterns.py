@@ -1,9 +1,7 @@
 """Matches regular expressions of adapters, which cannot be trusted, within fixed limits.
 
-PEFT compares module paths with Python's `re`, whose running time has no bound: ``(a+)+$`` hangs a
-process for ever, and no signal interrupts it. Expressions are therefore compiled and matched by
-`re` in another process, so that they mean what they mean under PEFT, and the system ends that
-process when it has used up its processor time or memory. Plain names need no such process.
+``(a+)+$`` hangs Python's `re` for ever, and no signal interrupts it: another process compiles and
+matches what is no plain name, as PEFT does, and the system ends it at its limits.
 """
 
 from __future__ import annotations

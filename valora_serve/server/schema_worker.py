@@ -1,8 +1,7 @@
 """The process that compiles grammars first: ``python -m valora_serve.server.schema_worker``.
 
-Some schemas take the grammar engine hours, or all memory. Here they end only this process; what it
-can compile, the server compiles again with its own vocabulary. A job is a line of JSON,
-[rules, strict, schemas, …] of a `Grammar`; the answer is a line [error, rules].
+Some schemas take the grammar engine hours, or all memory, and end only this process. A job is a
+line of JSON, [rules, strict, schemas, …] of a `Grammar`; the answer is a line [error, rules].
 """
 
 from __future__ import annotations

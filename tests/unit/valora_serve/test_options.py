@@ -71,12 +71,8 @@ def test_types(tmp_path):
     ])  # fmt: skip
     assert server.media_hosts == ("a.org", "b.org", "c.org")
     assert server.deadlines == {"person": 0.5, "scene": 2.0}
-    assert (server.deadline_admission, server.protect_metrics, server.deadline) == (
-        False,
-        True,
-        1.5,
-    )
-    assert (engine.pages, engine.graphs) == (None, False)
+    assert (server.deadline_admission, server.protect_metrics) == (False, True)
+    assert (server.deadline, engine.pages, engine.graphs) == (1.5, None, False)
 
 
 def test_paths_may_begin_at_home(tmp_path, monkeypatch):

@@ -1,11 +1,9 @@
 """What a request asks a domain: the prompt that the domain was measured with.
 
 A domain's accuracy holds for the prompt of its training only: one user turn, the text before the
-image, nothing else. A head always gets exactly this prompt. Whatever else a request holds is left
-out, and a warning in the answer says so; what contradicts the prompt is refused.
-
-A domain whose language model answers may be asked anything. The order of its training, text before
-image, is restored, and a warning names what its accuracy was not measured with.
+image. A head always gets exactly this prompt; a warning says what else was left out, and what
+contradicts the prompt is refused. A domain whose language model answers may be asked anything: the
+order of its training is restored, and a warning names what its accuracy was not measured with.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tools of a request: the functions that the model may call, and the calls in its answer.
 
-Calls are told and written in the form of Hermes and Qwen, `<tool_call>` around a JSON object, which
-those models' own chat templates use, too. A grammar over text and calls holds the answer, so that
-the calls of any model are valid.
+Calls have the form of Hermes and Qwen, `<tool_call>` around a JSON object. A grammar over text and
+calls holds the answer, so that the calls of any model are valid.
 """
 
 from __future__ import annotations

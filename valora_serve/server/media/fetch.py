@@ -1,8 +1,7 @@
 """Fetches what URLs of a request name: data: URLs, and allowed hosts and folders.
 
-Remote hosts and local folders are closed unless the operator names them. An address is checked when
-the connection is made, so that a host name cannot be pointed to another address in between; every
-redirect is checked in the same way.
+Remote hosts and local folders are closed unless the operator names them. The address is checked
+that is connected to, so that no name can be pointed elsewhere in between; so is every redirect.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 An adapter's folder is ``<hash of its name and version>/<last part of its name>/``; beside it,
 ``.entry.json`` says what it is. Folders are filled under another name and renamed, and those whose
-content does not match its sha256 are deleted. Whatever else the folder holds stays as it is. For
-one server at a time.
+sha256 differs are deleted. Whatever else is there stays. For one server at a time.
 """
 
 from __future__ import annotations

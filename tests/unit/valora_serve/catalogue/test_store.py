@@ -53,6 +53,14 @@ def store(base, targets):
     return Store(base, targets, width=hidden_width(base))
 
 
+@pytest.fixture(scope="module")
+def filled(base, targets, bundle):
+    """A store with the bundle, for what changes nothing."""
+    made = Store(base, targets, width=hidden_width(base))
+    made.commit(made.stage_bundle(bundle))
+    return made
+
+
 def names(store):
     return [model.name for model in store.models()]
 
@@ -279,13 +287,12 @@ def entry(value, *way):
         (lambda folder: (folder / MANIFEST).write_text('{"schema_version": 1}'), "files: F"),
     ],
 )  # fmt: skip
-def test_damaged_bundles_change_nothing(damage, message, store, bundle, copied):
-    store.commit(store.stage_bundle(bundle))
-    before = store.models()
+def test_damaged_bundles_change_nothing(damage, message, filled, copied):
+    before = filled.models()
     damage(copied)
     with pytest.raises(AdapterError, match=message):
-        store.stage_bundle(copied)
-    assert store.models() == before
+        filled.stage_bundle(copied)
+    assert filled.models() == before
 
 
 def test_what_a_domain_was_measured_with(store, copied):

@@ -42,13 +42,8 @@ def test_a_large_body_is_refused_with_and_without_a_length():
                 yield b"x" * 1000
 
         assert server.client.post(CHAT, content=pieces(), headers=json_type).status_code == 413
-        raw = (
-            b"POST "
-            + CHAT.encode()
-            + b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: "
-            + b"9" * 30
-        )
-        raw += b"\r\ncontent-type: application/json\r\n\r\n"
+        raw = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {'9' * 30}\r\n".encode()
+        raw += b"content-type: application/json\r\n\r\n"
         assert b" 413 " in (said := talk(server, raw)) or b" 400 " in said
 
 

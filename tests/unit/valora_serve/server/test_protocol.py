@@ -84,7 +84,7 @@ WEBSOCKET = (b"connection: keep-alive, Upgrade", b"upgrade: websocket")
     ids=["jdk", "jdk-request", "websocket", "chunked", "expect"],
 )  # fmt: skip
 def test_an_offer_to_upgrade_is_ignored_and_its_body_is_no_request(plain, data, status):
-    for place in range(1, len(data), 7):
+    for place in range(1, len(data), 17):
         assert statuses(plain, data[:place], data[place:] + LAST) == [status, 200], place
     assert "/v1/status" not in plain.client.get("/metrics").text
 

@@ -59,15 +59,14 @@ def test_command_generates_every_workload(name, tmp_path):
 def test_replicas_are_compared(tmp_path, capsys):
     arguments = [
         "--workload", "slora", "--adapters", "30", "--slots", "8", "--rates", "10", "--per-replica",
-        "--duration", "4", "--replicas", "1", "3", "--router", "affinity", "random",
-        "--json",
+        "--duration", "4", "--replicas", "1", "3", "--router", "random",
     ]  # fmt: skip
-    assert main([*arguments, str(tmp_path / "one.json")]) == 0
+    assert main([*arguments, "affinity", "--json", str(tmp_path / "one.json")]) == 0
     text = capsys.readouterr().out
     assert "not measured" in text and "Each replica" in text and "× one" in text
     rows = json.loads((tmp_path / "one.json").read_text())
     assert [(r["replicas"], r["router"]) for r in rows] == [
-        (n, name) for n in (1, 3) for name in ("affinity", "random")
+        (n, name) for n in (1, 3) for name in ("random", "affinity")
     ]
     for row in rows:
         assert row["policy"] == "cost" and row["finished"] == row["requests"]
@@ -76,11 +75,11 @@ def test_replicas_are_compared(tmp_path, capsys):
             assert sum(one[name] for one in row["per_replica"]) == row[name]
         assert 0 < row["balance"] <= 1 and 0 < row["fairness"] <= 1
     assert rows[2]["requests"] == pytest.approx(3 * rows[0]["requests"], rel=0.3)
-    assert main([*arguments, str(tmp_path / "two.json")]) == 0
+    assert main([*arguments, "--json", str(tmp_path / "two.json")]) == 0
     again = json.loads((tmp_path / "two.json").read_text())
     for row in (*rows, *again):
         del row["computed_in"]
-    assert rows == again
+    assert rows[::2] == again
 
 
 @pytest.mark.parametrize(

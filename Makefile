@@ -22,7 +22,7 @@ PYTHON ?= $(firstword $(foreach p,python3.12 python3.13 python3.11 python3.14 py
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo '  TASK=detection  the task (classification, detection, video, vqa, caption, grounding, counting,'
-	@echo '                  own); ARGS="fusion=paper train.seed=1" sets further settings'
+	@echo '                  own, photos); ARGS="fusion=paper train.seed=1" sets further settings'
 
 # Each target installs the extras that it needs, and no more; with an NVIDIA GPU, the server also takes
 # the attention library of all our figures. EXTRAS=… replaces those of the tests.

@@ -44,19 +44,17 @@ class HuggingFace(Teacher):
     without_effect: ClassVar[frozenset[str]] = frozenset({"batch", "device"})
 
     def load(self, weights: Path | str) -> None:
-        import torch
         import transformers
 
         self.batch = self.options.batch
         self._source = str(weights)
-        place, revision = str(expanded(weights)), None
-        if not expanded(weights).exists():
-            place, revision = hub_name(self._source)
-        at = {"revision": revision} if revision else {}
+        name, revision = hub_name(self._source)
+        place = str(expanded(weights)) if expanded(weights).exists() else name
+        at = {"revision": revision or "main"}
         try:
             self._auto = self._choose(transformers.AutoConfig.from_pretrained(place, **at))
             loader = getattr(transformers, f"AutoModelFor{self._auto}")
-            dtype = getattr(torch, self.options.dtype)
+            dtype = self.options.dtype
             model = loader.from_pretrained(place, dtype=dtype, use_safetensors=True, **at)
             kind = "AutoImageProcessor" if self._auto in IMAGES_ALONE else "AutoProcessor"
             self._processor = getattr(transformers, kind).from_pretrained(place, **at)
@@ -207,9 +205,7 @@ class HuggingFace(Teacher):
         return str(self._processor.apply_chat_template(turns, add_generation_prompt=True))
 
     def _encode(self, samples: Sequence[Sample], texts: Sequence[str]) -> dict[str, Tensor]:
-        images: list[Any] = [_images(sample) for sample in samples]
-        if not self._talks:
-            images = [pictures[0] for pictures in images]
+        images: list[Any] = [_images(s) if self._talks else _images(s)[0] for s in samples]
         if not any(texts):  # a captioner that is told nothing
             return self._put(self._processor(images=images, return_tensors="pt"))
         begin = self._processor.tokenizer.bos_token

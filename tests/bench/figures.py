@@ -132,8 +132,8 @@ def keep(name, printed, **facts):
         "versions": {"python": platform.python_version()} | known, "tables": tables(printed),
     }  # fmt: skip
     assert figure["tables"], f"{name} has printed no table"
-    FOLDER.mkdir(exist_ok=True)
     text = json.dumps(figure, indent=1, ensure_ascii=False) + "\n"
+    text = re.sub(r"\[\s+(\"[^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
     (FOLDER / f"{name}.json").write_text(text, encoding="utf-8")
 
 

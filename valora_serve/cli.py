@@ -196,7 +196,6 @@ async def _serve(
 
 
 def _tell(found: Served, address: str, began: float) -> None:
-    """Print what is served, and where."""
     from rich.console import Console
 
     from valora_serve.server.loading import startup

@@ -157,7 +157,6 @@ def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_OptionSetting
 
 
 def _kind(annotation: Any) -> Any:
-    """The type that an annotation names besides None."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         others = [item for item in typing.get_args(annotation) if item is not type(None)]
         return others[0] if len(others) == 1 else str
@@ -194,7 +193,6 @@ def _parsed(name: str, annotation: Any, value: Any) -> Any:
 
 
 def _read(model: type[_OptionSettings], file: str) -> dict[str, Any]:
-    """Content of a YAML or TOML file."""
     source = TomlConfigSettingsSource if file.endswith(".toml") else YamlConfigSettingsSource
     try:
         with Path(file).open("rb"):  # pydantic-settings ignores a missing file

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -352,7 +352,7 @@ class EngineClient(Protocol):
     nothing has changed then. Unfinished requests of what is unloaded are still answered.
     """
 
-    def generate(self, request: Request) -> AsyncIterator[Output]:
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Answer a request with a stream of outputs, the last of which has `finish`.
 
         The outputs of the requests in `Request.also` come among its own, with their ids. If a

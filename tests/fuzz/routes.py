@@ -23,7 +23,7 @@ HEADERS = {"authorization": f"Bearer {SECRET}"}
 JSON = {"content-type": "application/json"}
 FORM = {"content-type": "multipart/form-data; boundary=b"}
 LIMITS = {"health": 0.2}
-AT_ONCE = 8  # hostile requests
+AT_ONCE, MIXED = 8, 8  # hostile requests of one kind, and of any
 CHAT, COMPLETIONS, VISION = "/v1/chat/completions", "/v1/completions", "/v1/vision/scene"
 RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 PATHS = (CHAT, COMPLETIONS, VISION, "/v1/load_lora_adapter", "/v1/unload_bundle")
@@ -188,7 +188,7 @@ def running(folder):
         works = [*bodies, *data]
         names = [*works, "a mixture"]
         name = names[number % len(names)]
-        chosen = rng.choices(works, k=AT_ONCE) if name == "a mixture" else [name] * AT_ONCE
+        chosen = rng.choices(works, k=MIXED) if name == "a mixture" else [name] * AT_ONCE
         sends = {one: partial(talk, url, data[one]) for one in chosen if one in data}
         for one in dict.fromkeys(chosen):
             if one in bodies:

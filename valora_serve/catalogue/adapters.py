@@ -224,7 +224,6 @@ def _unmatched(folder: Path, name: str, targets: ModelTargets) -> AdapterError:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """Read the configuration, and refuse options that cannot be served."""
     try:
         config = read_json(folder / CONFIG, CONFIG_BYTES)
     except UnreadableError as error:
@@ -426,7 +425,6 @@ class _Rules:
         return int(number) in self._layers if number else False
 
     def _named(self, option: str, names: str | frozenset[str], path: str) -> bool:
-        """Whether a pattern, or a list of names, names a module as in PEFT."""
         if isinstance(names, str):
             return self._found[Expression(option, "fullmatch", names)][path] is not None
         ends = (path[at + 1 :] for at, character in enumerate(path) if character == ".")
@@ -457,7 +455,6 @@ def _pair(
     tensors: dict[str, tuple[str, torch.Tensor]],
     shape: tuple[int, int],
 ) -> LoraPair:
-    """The matrices of a linear, checked; `paths` are those in the model and in the file."""
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]
         raise AdapterError(f"adapter {folder}: {only} has no partner; save the adapter again")

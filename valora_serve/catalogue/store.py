@@ -458,7 +458,6 @@ def _about(context: Context | None) -> dict[str, Any]:
 
 
 def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:
-    """Return the golden examples of a bundle; none if it has none that can be read."""
     try:
         listed = read_json(bundle.folder / GOLDEN)
     except BundleError:

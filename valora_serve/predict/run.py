@@ -44,9 +44,7 @@ class Question:
 
 
 def find_jobs(
-    source: Path,
-    domains: Sequence[ServedModel],
-    done: Mapping[tuple[str, str], tuple[int, int]],
+    source: Path, domains: Sequence[ServedModel], done: Mapping[tuple[str, str], tuple[int, int]]
 ) -> tuple[list[Job], int]:
     """Return what is left to ask, and the number of answers that there are already.
 
@@ -123,7 +121,6 @@ def _decoded(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Image] | str]]:
 async def _answers(
     engine: EngineClient, job: Job, content: list[Image] | str, question: Question
 ) -> list[Prediction]:
-    """The answers of a job's domains to its file, which are asked together."""
     made = {
         f"{job.name}:{m.name}": Prediction(job.name, m.name, m.task or "text", version=job.version)
         for m in job.domains

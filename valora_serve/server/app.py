@@ -53,8 +53,7 @@ DESCRIPTION = (
     "OpenAI's chat and completions endpoints and a vision endpoint, over one large multimodal "
     "model with many LoRA adapters and heads. `model` names a domain, an adapter or the base model."
 )
-WORKERS = 4
-"""Threads for file access and for building large answers."""
+WORKERS = 4  # threads for file access and for building large answers
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
 _READ_BYTES = 16 * 1024
 _KEY = {"type": "http", "scheme": "bearer", "description": "API key, if the server asks for one"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pydantic_core
@@ -30,9 +31,9 @@ LARGE_BYTES = 2**16
 """Larger bodies are parsed in a thread, between which the event loop has its turns."""
 MOST_MARKS = 300_000
 """Most quotes, commas and brackets besides those of a prompt: pydantic takes 0.1 s for them."""
-MOST_ERRORS = 1_000
-"""Invalid fields from which on none is named: pydantic makes an object for each."""
+MOST_ERRORS = 1_000  # invalid fields from which on none is named: pydantic makes an object for each
 _BODIES = {"POST", "PUT", "PATCH"}
+_adapter = cache(TypeAdapter)
 
 
 class Route(APIRoute):
@@ -49,7 +50,7 @@ class Route(APIRoute):
         declared: Any = Any
         if self.body_field is not None and not self._embed_body_fields:
             declared = self.body_field.field_info.annotation
-        adapter = TypeAdapter(declared)
+        _adapter(declared)  # made now, not at the first request
 
         async def checked(request: Request) -> Response:
             context = request.app.state.context
@@ -60,7 +61,7 @@ class Route(APIRoute):
             if self.body_field is None:
                 request._body = body
                 return await handle(request)
-            parsing = context.bodies.parsed(body, adapter)
+            parsing = context.bodies.parsed(body, declared)
             del body  # it is freed as soon as it is parsed
             return await handle(_ParsedRequest(request, await parsing))
 
@@ -68,8 +69,6 @@ class Route(APIRoute):
 
 
 class _ParsedRequest(Request):
-    """A request whose body has been validated already."""
-
     def __init__(self, request: Request, value: Any) -> None:
         super().__init__(request.scope, request.receive)
         self._body, self._value = b" ", value
@@ -124,13 +123,13 @@ class Bodies:
             raise CancelledRequestError("The client went away") from error
         return b"".join(pieces)
 
-    async def parsed(self, body: bytes, adapter: TypeAdapter[Any]) -> Any:
-        """Parse and validate a body."""
+    async def parsed(self, body: bytes, kind: Any) -> Any:
+        """Parse and validate a body of a type."""
         if len(body) > LARGE_BYTES:
-            return await asyncio.to_thread(self._parsed, body, adapter)
-        return self._parsed(body, adapter)
+            return await asyncio.to_thread(self._parsed, body, kind)
+        return self._parsed(body, kind)
 
-    def _parsed(self, body: bytes, adapter: TypeAdapter[Any]) -> Any:
+    def _parsed(self, body: bytes, kind: Any) -> Any:
         if not body:
             raise FieldError("The body is missing: add it", None)
         most = MOST_MARKS + self._settings.max_prompt_chars
@@ -140,7 +139,7 @@ class Bodies:
             )
         body = body.removeprefix(b"\xef\xbb\xbf")  # which some clients write before UTF-8
         try:
-            return adapter.validate_json(body)
+            return _adapter(kind).validate_json(body)
         except ValidationError as error:
             if error.error_count() > MOST_ERRORS:
                 said = f"The body has {error.error_count()} invalid fields: see /docs"
@@ -151,7 +150,6 @@ class Bodies:
 
 
 def _content_type(request: Request, rules: Rules) -> str:
-    """The body's content type, if the route reads it."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if rules.content_types and kind not in rules.content_types:
         has = f"The content type is {kind[:100]!a}" if kind else "The request has no content type"

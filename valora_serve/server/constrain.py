@@ -57,8 +57,6 @@ class Grammar:
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    """A grammar that is to be compiled, for all who wait for it."""
-
     client: str
     work: asyncio.Task[_Known]
     waiting: int = 0

@@ -58,7 +58,6 @@ def prepare(schema: Any, *, strict: bool = False) -> Any:
 
 
 def _together(node: dict[str, Any]) -> bool:
-    """Whether several schemas describe the same object."""
     parts, joined = node.get("allOf", ()), node.keys() & _JOINED
     return len(joined) > 1 or len(parts) > 1 or bool(joined and "properties" in node)
 

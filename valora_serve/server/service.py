@@ -6,24 +6,12 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Coroutine,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
-from valora_serve.errors import (
-    CancelledRequestError,
-    ServeError,
-    StoppedError,
-    UnknownModelError,
-)
+from valora_serve.errors import CancelledRequestError, ServeError, StoppedError, UnknownModelError
 from valora_serve.server.access.admission import Admission
 from valora_serve.server.access.guard import caller, caller_key
 from valora_serve.server.gather import gathered
@@ -159,7 +147,7 @@ class Service:
         headers: Mapping[str, str],
         *,
         stream: bool = True,
-        answering: AsyncIterator[Output] | None = None,
+        answering: AsyncGenerator[Output, None] | None = None,
     ) -> AsyncGenerator[Output, None]:
         """Outputs of an admitted request; closing the iterator cancels the request."""
         name, constraint = ticket.model.name, request.sampling.constraint
@@ -190,7 +178,7 @@ class Service:
                     raise StoppedError("The engine stopped while it answered: try again")
         finally:
             ticket.leave(last.times if last is not None else None)
-            await _close(answering)
+            await answering.aclose()
 
     def _sent(self, request: Request, *, stream: bool) -> Request:
         """A request as the engine gets it: with who asks, and whom it shares caches with."""
@@ -206,11 +194,9 @@ class Service:
 
         async def collect() -> None:
             stream = self.engine.generate(dataclasses.replace(first, also=tuple(others)))
-            try:
-                async for output in stream:
+            async with contextlib.aclosing(stream) as outputs:
+                async for output in outputs:
                     found[output.id].append(output)
-            finally:
-                await _close(stream)
 
         async def replayed(request: Request) -> AsyncGenerator[Output, None]:
             await asyncio.shield(collecting)
@@ -343,9 +329,3 @@ def _spread(times: Times | None, count: int) -> list[float]:
         return []
     step = (times.finished - times.first_token) / max(1, count - 1)
     return [times.first_token + number * step for number in range(count)]
-
-
-async def _close(stream: AsyncIterator[Output]) -> None:
-    close = getattr(stream, "aclose", None)
-    if close is not None:
-        await close()

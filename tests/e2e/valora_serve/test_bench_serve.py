@@ -11,7 +11,7 @@ from tests.bench.valora_serve.sections import starving
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SMALL = [
-    "--device", "cpu", "--layers", "2", "--width", "256", "--no-vision", "--window", "1",
+    "--device", "cpu", "--layers", "1", "--width", "128", "--no-vision", "--window", "1",
     "--answer", "4", "--rate", "4", "--requests", "4", "--counts", "2", "5", "--overload", "4",
     "--picture-rates", "3", "--policies", "valora", "slora", "--most-streams", "2", "--frames", "2",
 ]  # fmt: skip

@@ -18,8 +18,7 @@ from valora_serve.server.telemetry import logs
 
 ROLES = ("user", "admin")
 PREFIX = "sk-valora-"
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at the keys file."""
+LOOK_SECONDS = 1.0  # seconds between two looks at the keys file
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,10 +99,7 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
 
 
 def valora_block(
-    model: ServedModel,
-    last: Output,
-    sizes: Sequence[tuple[int, int]],
-    warnings: Sequence[str] = (),
+    model: ServedModel, last: Output, sizes: Sequence[tuple[int, int]], warnings: Sequence[str] = ()
 ) -> ValoraAnswer:
     """The response's field ``valora``: model, mode and times, and the head's result."""
     head, times = last.head, last.times
@@ -201,7 +198,6 @@ class EventStream(Response):
 
 
 async def _end(send: Send, error: ServeError | None) -> None:
-    """End a stream, with an event of the error if there is one."""
     if error is not None:
         logs.LOG.warning("%s", error)
         await send(_body({"error": error_body(error)}))

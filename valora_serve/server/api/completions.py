@@ -63,7 +63,6 @@ def router(context: ServerContext) -> APIRouter:
 
 
 async def _begin(context: ServerContext, http: Request, body: CompletionRequest) -> _Completion:
-    """Check a request, and make those to the engine."""
     arrival = Arrival(context, http, body.valora.deadline)
     model, count = await arrival.find(body), body.n or 1
     if body.best_of not in (None, count):
@@ -177,7 +176,6 @@ class _Completion:
                 yield number, part, output
 
     async def _echo(self, part: _Part, number: int, output: Output) -> None:
-        """Add a prompt to the first part of its answer."""
         request, tokenizer = self.requests[number], self.arrival.context.service.engine.tokenizer
         text = request.text
         part.text = tokenizer.decode(request.token_ids) if text is None else text

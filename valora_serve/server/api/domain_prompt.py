@@ -175,13 +175,11 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message], told: b
 
 
 def _newest(messages: Sequence[Message], read: Callable[[Message], object]) -> int | None:
-    """Number of the user's last message in which there is something to read."""
     users = (n for n, one in enumerate(messages) if one.role == "user" and read(one))
     return max(users, default=None)
 
 
 def _takes_words(model: ServedModel) -> bool:
-    """Whether a domain's prompt contains the request's own words."""
     return model.prompted or not model.prompt or PLACE in model.prompt
 
 
@@ -228,7 +226,6 @@ def _text(message: Message) -> str:
 
 
 def _media(message: Message) -> list[ContentPart]:
-    """Parts of a message that are no text."""
     content = message.content
     if content is None or isinstance(content, str):
         return []

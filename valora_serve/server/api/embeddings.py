@@ -54,7 +54,6 @@ def router(context: ServerContext) -> APIRouter:
 async def _prompts(
     context: ServerContext, request: Request, body: EmbeddingRequest
 ) -> list[dict[str, Any]]:
-    """What is embedded, as fields of requests to the engine."""
     if (body.input is None) == (body.messages is None):
         raise RequestError("Send input, which are texts or tokens, or messages: one of them")
     if body.messages is None:
@@ -69,7 +68,6 @@ async def _prompts(
 
 
 def _encoded(lasts: Sequence[Output], model: str, body: EmbeddingRequest) -> bytes:
-    """The response as JSON, one vector at a time."""
     data = []
     for number, last in enumerate(lasts):
         assert last.head is not None

@@ -43,7 +43,6 @@ def router(context: ServerContext) -> APIRouter:
 
 
 def _as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
-    """The same request as a chat request."""
     refuse(body)
     others = [one for one in body.include or () if one != LOGPROBS and one not in _EMPTY]
     if others:
@@ -104,8 +103,6 @@ def _format(body: schema.ResponsesRequest) -> schema.ResponseFormat | None:
 
 
 class _Responses:
-    """Response to one request, complete or streamed."""
-
     def __init__(self, chat: Chat, body: schema.ResponsesRequest) -> None:
         self._chat = chat
         self._body = body

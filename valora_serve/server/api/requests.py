@@ -166,9 +166,7 @@ class Arrival:
         return left
 
     async def within(
-        self,
-        work: Coroutine[Any, Any, T],
-        doing: str = "its images were read: send smaller ones",
+        self, work: Coroutine[Any, Any, T], doing: str = "its images were read: send smaller ones"
     ) -> T:
         """Run a coroutine until the deadline, and no longer than the client stays."""
         try:

@@ -167,7 +167,6 @@ ContentPart = Annotated[
     TextPart | ImagePart | VideoPart | FramesPart | RefusalPart | OtherPart,
     Field(discriminator="type"),
 ]
-_List = Field(max_length=10_000, fail_fast=True)
 _Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
 
 
@@ -274,16 +273,12 @@ class Valora(Body):
 
 
 class _Asked(Body):
-    """What all requests but those of images may hold."""
-
     model: _Model = None
     cache_salt: CacheSalt = None
     valora: Valora = Valora()
 
 
 class _Generated(_Asked):
-    """What all requests for text may hold."""
-
     stream: bool | None = False
     temperature: FiniteFloat | None = Field(default=None, ge=0, le=2)
     top_p: FiniteFloat | None = Field(default=None, gt=0, le=1)
@@ -323,8 +318,6 @@ class _Sampled(_Generated):
 
 
 class _Called(Body):
-    """Tools of a request."""
-
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: str | JsonObject | None = Field(
         default=None, description="auto, none, required, a function, or allowed_tools"
@@ -459,7 +452,7 @@ class LookRequest(VisionRequest):
 
     domains: Literal["*"] | Annotated[list[Text], Field(min_length=1, max_length=1000)] = Field(
         description="names of domains, or of bundles for all of theirs; `*` for every domain that "
-        "reads what is sent",
+        "reads what is sent"
     )
 
 

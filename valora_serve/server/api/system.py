@@ -139,11 +139,7 @@ def router(context: ServerContext) -> APIRouter:
     async def metrics() -> Response:
         return Response(await context.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    @routes.get(
-        "/v1/status",
-        responses=error_answers(),
-        summary="State of the engine",
-    )
+    @routes.get("/v1/status", responses=error_answers(), summary="State of the engine")
     @allow(Access.KEYED, tells_all=True)
     async def status() -> Status:
         replicas = engine.replicas()
@@ -207,7 +203,6 @@ def total(states: list[EngineStats]) -> EngineStats:
 
 
 def _facts(stats: EngineStats) -> dict[str, Any]:
-    """Fields of `EngineStatus`."""
     found = {name: getattr(stats, name, None) for name in EngineStatus.model_fields}
     for kind in ("prefix", "image"):
         queries = getattr(stats, f"{kind}_queries")

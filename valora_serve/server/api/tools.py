@@ -210,7 +210,6 @@ def _function(number: int, tool: Tool) -> Function:
 
 
 def _named(choice: Any, functions: dict[str, Function], place: str) -> str:
-    """The name of the function that a choice names."""
     choice = choice if isinstance(choice, dict) else {}
     named = choice.get("function", choice)  # Responses has no object in between
     name = named.get("name") if isinstance(named, dict) else None

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Request
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
 K = TypeVar("K", bound=VisionRequest)
 _FORM = "multipart/form-data"
 _FILES = ("image", "images", "video", "frames")
-_adapter = cache(TypeAdapter)
 _PIECE = 2**18  # bytes of a form that are parsed at a time; other threads run in between
 
 
+@cache
 def _declared(kind: type[VisionRequest]) -> dict[str, Any]:
     """OpenAPI declaration of the bodies: JSON, or a form with files in place of URLs."""
     schema = kind.model_json_schema()
@@ -150,7 +150,6 @@ async def _asked(
     *,
     own_prompts: bool = False,
 ) -> tuple[dict[str, VisionAnswer], dict[str, ServeError]]:
-    """Ask the engine about each image once, for all domains: answers, and errors, by domain."""
     reading = _media(context, http, fields)
     arrivals: dict[str, Arrival] = {}
     for model in (model for several in models.values() for model in several):
@@ -196,7 +195,6 @@ async def _asked(
 
 
 def _every(context: ServerContext, fields: LookRequest) -> list[str]:
-    """The domains that read what is sent."""
     video = fields.video is not None or bool(fields.frames)
     return [
         model.name
@@ -232,7 +230,7 @@ async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:
     body = await request.body()
     del request._body  # each copy is freed when the next one exists
     parsing: Coroutine[Any, Any, K] = (
-        context.bodies.parsed(body, _adapter(kind))
+        context.bodies.parsed(body, kind)
         if is_json
         else _from_form(body, request.headers["content-type"], context, kind)
     )
@@ -294,7 +292,6 @@ async def _from_form(body: bytes, header: str, context: ServerContext, kind: typ
 def _form_items(
     body: bytes, content_type: str, settings: ServerSettings
 ) -> list[tuple[str, str | MediaUrl]]:
-    """Names and contents of a form's fields and files."""
     most, fields = settings.max_images + settings.max_video_frames + 1, 8
     boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
     if not boundary:
@@ -366,7 +363,6 @@ def _requests(
 def _answered(
     arrival: Arrival, answers: Sequence[Any], shown: Sequence[Image], warnings: list[str]
 ) -> VisionAnswer:
-    """Put the answers of a domain to all images together."""
     lasts, model = [outputs[-1] for outputs in answers], arrival.model
     last = lasts[-1]
     return VisionAnswer(

@@ -8,35 +8,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from PIL import Image
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    FiniteFloat,
-    TypeAdapter,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
 
 from valora_data.contract.bundle import GOLDEN, MANIFEST
 from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
 from valora_data.contract.manifest import PROMPT_LENGTH
-from valora_data.contract.results import (
-    CONFIDENCE_TOLERANCE,
-    HeadResult,
-    computed_in,
-    text_matches,
-)
+from valora_data.contract.results import CONFIDENCE_TOLERANCE, HeadResult, computed_in, text_matches
 from valora_serve.errors import AdapterError, ImageError
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.pool import Job, shared_pool
 from valora_serve.types import EngineClient, Finish, Request, SamplingParams
 
-MOST_EXAMPLES = 1000
-"""Most golden examples of a bundle."""
-MOST_IMAGES = 256
-"""Most images or frames of a golden example."""
-IMAGE_BYTES = 64 << 20
-"""Most bytes of the file of a golden image."""
+MOST_EXAMPLES = 1000  # most golden examples of a bundle
+MOST_IMAGES = 256  # most images or frames of a golden example
+IMAGE_BYTES = 64 << 20  # most bytes of the file of a golden image
 LIMITS = Limits(
     pixels=40_000_000,
     video_pixels=0,
@@ -48,8 +33,7 @@ LIMITS = Limits(
     frames=1,
 )
 """Limits of a golden image."""
-MOST_PIXELS = 160_000_000
-"""Most pixels of the images of one golden example."""
+MOST_PIXELS = 160_000_000  # most pixels of the images of one golden example
 
 
 async def replay(engine: EngineClient, folder: Path) -> int:
@@ -191,7 +175,6 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: Examp
 
 
 async def _pictures(example: Example) -> list[Image.Image]:
-    """Decode an example's images."""
     pixels = 0
 
     def take(count: int) -> None:

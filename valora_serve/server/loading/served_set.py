@@ -111,7 +111,6 @@ class ServedSet:
         return name in self._found
 
     def _reserve_served(self) -> None:
-        """Reserve the names of what operators have loaded."""
         models = [model for model in self._engine.models() if model.name not in self._found]
         bundles = {model.bundle.partition("@")[0] for model in models if model.bundle}
         self.reserve((*(model.name for model in models), *bundles, *(f"{b}/" for b in bundles)))
@@ -144,7 +143,6 @@ class ServedSet:
         return problems
 
     async def _load_again(self, kind: str, name: str) -> None:
-        """Load what the state says."""
         path = self._state.of(kind).get(name)
         if path is None:  # a bundle of the command line, which another had replaced
             if name in self._given:
@@ -436,7 +434,6 @@ class ServedSet:
             await self._engine.load_bundle(before[name])
 
     def _served_bundles(self) -> dict[str, Path]:
-        """Folders of the bundles that are served now, by name."""
         found: dict[str, Path] = {}
         for model in self._engine.models():
             if model.bundle:
@@ -501,7 +498,6 @@ async def _nothing() -> None:
 
 
 def _check_adapter(folder: Path) -> None:
-    """Check that a folder is a PEFT adapter in safetensors; other files in it are not opened."""
     for name in FILES:
         if not (folder / name).is_file():
             if name == WEIGHTS and (folder / PICKLE).exists():

@@ -19,8 +19,7 @@ from valora_data.hashing import file_hash
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.telemetry import logs
 
-VERSION = 1
-"""Version of the state file's format."""
+VERSION = 1  # version of the state file's format
 KINDS = ("bundle", "adapter", "context")  # contexts after the adapters that answer
 FILES = {"bundle": (MANIFEST,), "adapter": ("adapter_config.json", "adapter_model.safetensors")}
 """Files whose hashes tell the content; a bundle's manifest has those of all its files."""

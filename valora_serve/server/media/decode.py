@@ -25,22 +25,17 @@ from valora_data.images import to_rgb
 from valora_serve.errors import ImageError, ServeError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
-IMAGE_BYTES = 4
-"""Bytes that Pillow's image takes, per pixel; fewer in some modes."""
+IMAGE_BYTES = 4  # bytes that Pillow's image takes, per pixel; fewer in some modes
 WEBP_BYTES = 20
 """Bytes that decoding WebP takes, per pixel: two canvases, two copies and Pillow's image."""
-WEBP_COPIES = 3
-"""Copies of the file while WebP is decoded: ours, Pillow's and the decoder's."""
+WEBP_COPIES = 3  # copies of the file while WebP is decoded: ours, Pillow's and the decoder's
 VIDEO_BYTES = 64
 """Bytes that decoding a video takes, per pixel of a frame: 16 reference frames of 10 bits, the
 frame in RGB and Pillow's image."""
-LEAST_VIDEO_BYTES = 16
-"""Bytes that decoding any video takes, per pixel of a frame."""
-OVERHEAD = 8 << 20
-"""Bytes that decoding anything takes besides: tables, buffers of rows, profiles."""
+LEAST_VIDEO_BYTES = 16  # bytes that decoding any video takes, per pixel of a frame
+OVERHEAD = 8 << 20  # bytes that decoding anything takes besides: tables, buffers of rows, profiles
 FRAMES_PER_SECOND = 240
-STRIP_BYTES = 1 << 20
-"""Pixels are converted and copied in strips of about so many bytes."""
+STRIP_BYTES = 1 << 20  # pixels are converted and copied in strips of about so many bytes
 _GRACE = 2  # seconds after its time limit at which a process that nobody has killed ends itself
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
@@ -244,10 +239,7 @@ def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
     file.seek(0)
     if container_format is None:
         raise ImageError("The video is none of MP4, MOV, WebM, Matroska and AVI")
-    with (
-        _readable("video", limits, "damaged"),
-        av.open(file, format=container_format) as container,
-    ):
+    with _readable("video", limits, "damaged"), av.open(file, format=container_format) as container:
         if not container.streams.video:
             raise ImageError("The video holds no pictures")
         yield container, container.streams.video[0].codec_context

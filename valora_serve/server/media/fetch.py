@@ -118,7 +118,6 @@ class Fetcher:
             )
 
     async def _get(self, url: httpx.URL, most: int, what: str) -> bytes | str:
-        """The content, or the URL that the host redirects to."""
         if self._pool is None:
             backend = _CheckedNetwork(self._settings.media_private)
             self._pool = httpcore.AsyncConnectionPool(network_backend=backend, max_connections=32)
@@ -222,7 +221,6 @@ def _allowed_folder(folder: str | None) -> Path | None:
 
 
 def _from_folder(folder: Path | None, url: str, most: int, what: str) -> bytes:
-    """Content of a file below the folder, opened without following links."""
     if folder is None:
         raise ImageError(
             f"The {what} is a file: URL, and this server reads no local files: send a data: URL, "
@@ -287,5 +285,4 @@ def _named_host(name: str) -> str:
 
 
 def _host(url: httpx.URL) -> str:
-    """Host in ASCII, as it is looked up."""
     return url.raw_host.decode("ascii").lower().rstrip(".")

@@ -26,10 +26,8 @@ from valora_serve.server.media.decode import Limits
 
 log = logging.getLogger(__name__)
 
-PROCESSES = 2
-"""Two at most, so that decoding does not starve the engine."""
-TASKS = 500
-"""A process is replaced after so many tasks, whatever its codecs have kept until then."""
+PROCESSES = 2  # two at most, so that decoding does not starve the engine
+TASKS = 500  # A process is replaced after so many tasks, whatever its codecs have kept until then
 LEAVE_SECONDS = 0.5
 """Seconds that a decode whose request has ended may go on before its process is killed."""
 
@@ -113,7 +111,6 @@ class DecodePool:
                 return list(_images(pixels, sizes))
 
     def _result(self, job: Job, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a function for a job in a process."""
         for _ in range(3):  # a process that is killed while it is idle breaks the pool
             began = time.monotonic()
             try:

@@ -19,10 +19,7 @@ from valora_serve.server.media.pool import DecodePool, Job, shared_pool
 from valora_serve.server.media.urls import MediaUrl, taken
 from valora_serve.server.settings import ServerSettings
 
-SHARE = 3
-"""The images and videos of one request may take so many times as long to decode as one of them."""
-
-
+SHARE = 3  # how many times as long all images of a request may take to decode as one of them
 _FRAMES = "data:video/jpeg;base64,"
 
 
@@ -33,21 +30,33 @@ class Pixels:
     request and of all requests together are limited before anything is decoded.
     """
 
-    def __init__(self, reader: MediaReader) -> None:
-        self._reader = reader
-        self.mine = 0
-        self.over = False
-        self.seconds = 0.0
+    def __init__(self, reader: MediaReader, most: int, all_together: int) -> None:
+        self._reader, self._most, self._all_together = reader, most, all_together
+        self._mine, self._over = 0, False
+        self.seconds = 0.0  # of decoding
 
     def take(self, count: int) -> None:
         """Reserve room for `count` more pixels; may be called in any thread."""
-        self._reader.hold(self, count)
+        with self._reader.lock:
+            if self._over:  # another of its images has failed
+                raise ImageError("The request is over")
+            if self._mine + count > self._most:
+                raise ImageError(
+                    f"The request's images have more than {self._most} pixels together: send fewer "
+                    "or smaller ones"
+                )
+            if self._reader.held + count > self._all_together:
+                raise OverloadedError("Images of other requests fill the memory: try again soon")
+            self._reader.held += count
+            self._mine += count
 
     def __enter__(self) -> Pixels:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reader.release(self)
+        with self._reader.lock:
+            self._reader.held -= self._mine
+            self._mine, self._over = 0, True
 
 
 class MediaReader:
@@ -68,34 +77,11 @@ class MediaReader:
         )
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="media")
         self._fetcher = Fetcher(settings, self._threads)
-        self._held = 0
-        self._lock = threading.Lock()
+        self.held, self.lock = 0, threading.Lock()  # pixels of all requests
 
     def pixels(self) -> Pixels:
         """Pixel count of a new request; a context manager that releases them."""
-        return Pixels(self)
-
-    def hold(self, pixels: Pixels, count: int) -> None:
-        """Reserve room for a request, as `Pixels.take` describes."""
-        most, all_together = self._settings.max_request_pixels, self._settings.max_held_pixels
-        with self._lock:
-            if pixels.over:  # another of its images has failed
-                raise ImageError("The request is over")
-            if pixels.mine + count > most:
-                raise ImageError(
-                    f"The request's images have more than {most} pixels together: send fewer or "
-                    "smaller ones"
-                )
-            if self._held + count > all_together:
-                raise OverloadedError("Images of other requests fill the memory: try again soon")
-            self._held += count
-            pixels.mine += count
-
-    def release(self, pixels: Pixels) -> None:
-        """Release a request's pixels; it cannot reserve any more."""
-        with self._lock:
-            self._held -= pixels.mine
-            pixels.mine, pixels.over = 0, True
+        return Pixels(self, self._settings.max_request_pixels, self._settings.max_held_pixels)
 
     async def image(self, url: MediaUrl | str, pixels: Pixels) -> Image.Image:
         """Fetch (``data:``, ``http(s):`` or ``file:``) and decode an image: RGB, as its EXIF says.
@@ -144,7 +130,6 @@ class MediaReader:
         await self._fetcher.close()
 
     async def _decode(self, what: str, source: Any, pixels: Pixels) -> list[Image.Image]:
-        """Decode a file, or that of a URL."""
         image = what == "image"
         most = self._settings.max_image_bytes if image else self._settings.max_video_bytes
         if isinstance(source, str):

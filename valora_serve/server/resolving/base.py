@@ -19,17 +19,14 @@ if TYPE_CHECKING:
     """Returns the size of a file, and what changes with its content."""
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-FILES = (CONFIG, WEIGHTS)
-"""Files of an adapter in PEFT's format."""
+FILES = (CONFIG, WEIGHTS)  # files of an adapter in PEFT's format
 LABELS = "config.json"
 """Names a classifier's labels; it may be absent."""
-FETCHED = (*FILES, LABELS)
-"""Files that are fetched."""
+FETCHED = (*FILES, LABELS)  # files that are fetched
 PICKLE = "adapter_model.bin"
 """What older versions of PEFT write in place of `WEIGHTS`; it is never opened."""
 
-CONNECT_SECONDS = 10.0
-"""Seconds after which a host that does not answer counts as unreachable."""
+CONNECT_SECONDS = 10.0  # seconds after which a host that does not answer counts as unreachable
 
 
 @dataclass(frozen=True, slots=True)

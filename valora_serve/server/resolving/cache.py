@@ -34,10 +34,8 @@ from valora_serve.errors import (
 from valora_serve.server.resolving.base import FETCHED, FILES, WEIGHTS, Found, Resolver, Stream
 from valora_serve.server.telemetry import logs
 
-PIECE = 1 << 20
-"""Bytes that are read at a time."""
-CONFIG_BYTES = 1 << 20
-"""Most bytes of a configuration; the engine reads no more."""
+PIECE = 1 << 20  # bytes that are read at a time
+CONFIG_BYTES = 1 << 20  # most bytes of a configuration; the engine reads no more
 _ENTRY, _PARTIAL = ".entry.json", ".partial-"
 _PLACE = re.compile("[0-9a-f]{24}")
 
@@ -320,7 +318,6 @@ def _read_entry(place: Path) -> Entry | None:
 
 
 def _hashes_of(folder: Path, files: Iterable[str]) -> tuple[dict[str, str], int]:
-    """The sha256 of an adapter's files, and their bytes together."""
     hashes, size = {}, 0
     for file in files:
         with (folder / file).open("rb") as opened:

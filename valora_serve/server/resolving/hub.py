@@ -79,8 +79,6 @@ class HubResolver(Resolver):
 
 
 class _Pieces:
-    """A response as a stream."""
-
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._left = pieces, b""
 
@@ -93,6 +91,5 @@ class _Pieces:
 
 
 def _denied(error: Any) -> None:
-    """Raise `PermissionError` if the hub denied access."""
     if error.response.status_code in (401, 403):
         raise PermissionError(str(error)) from error

@@ -32,12 +32,9 @@ from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
 
-AT_ONCE = 4
-"""Adapters that are fetched at a time."""
-MOST_LOADING = 64
-"""Most adapters that are fetched or wait for it; further ones get a 429."""
-REMEMBERED = 4096
-"""Most names whose failure is remembered; the oldest is dropped first."""
+AT_ONCE = 4  # adapters that are fetched at a time
+MOST_LOADING = 64  # most adapters that are fetched or wait for it; further ones get a 429
+REMEMBERED = 4096  # most names whose failure is remembered; the oldest is dropped first
 NAME = re.compile(r"(?=.{1,200}\Z)[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*){0,3}")
 """Names that are looked for: they are parts of paths and URLs."""
 
@@ -259,7 +256,6 @@ class OnRequest:
             attempt.ended.set()
 
     def _fetch(self, attempt: _Attempt) -> Entry:
-        """Find an adapter, and fetch it unless the cache has it."""
         name = attempt.name
         for resolver in self._resolvers:
             attempt.source = scheme = resolver.scheme

@@ -41,8 +41,6 @@ def follow_adapters(metrics: Metrics, service: Service, loader: OnRequest | None
 
 
 class _AdapterStates(Collector):
-    """Counts adapters at every scrape."""
-
     def __init__(self, service: Service, loader: OnRequest | None) -> None:
         self._service, self._loader = service, loader
 

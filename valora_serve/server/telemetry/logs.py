@@ -54,8 +54,6 @@ def _one_line(value: Any) -> str:
 
 
 class _Stderr(logging.StreamHandler[TextIO]):
-    """Handler that writes to the current `sys.stderr`."""
-
     def __init__(self) -> None:
         super().__init__(sys.stderr)
 

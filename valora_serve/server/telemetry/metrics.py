@@ -126,8 +126,6 @@ class Metrics:
 
 
 class _EngineState(Collector):
-    """Reads the engine's counters at every scrape."""
-
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 

@@ -58,7 +58,6 @@ class Tracer:
 
 
 def _facts(output: Output) -> dict[str, Any]:
-    """Attributes that the last output of a request gives."""
     facts: dict[str, Any] = {
         "gen_ai.response.id": output.id,
         "gen_ai.response.finish_reasons": [str(output.finish)],

@@ -238,7 +238,7 @@ def test_time_of_a_requests_images_is_limited_together(slow):
                 except ImageError as error:
                     errors.append(str(error))
         await reader.close()
-        assert reader._held == 0
+        assert reader.held == 0
         return errors
 
     errors = asyncio.run(run())

@@ -38,7 +38,7 @@ def test_pixels_of_a_request_and_of_all_are_bounded():
                 await reader.image(MediaUrl(content), third)
         with pytest.raises(ImageError, match="over"):
             third.take(1)  # a thread that comes too late takes nothing
-        assert reader._held == 0
+        assert reader.held == 0
         await reader.close()
 
     asyncio.run(once())
@@ -60,14 +60,14 @@ def test_pixels_are_given_back_when_a_request_ends():
         media = server.app.state.context.media
         for body in ({"images": urls}, {"images": [*urls, *urls]}, {"images": [urls[0], "data:x"]}):
             server.client.post("/v1/vision/person", json=body)
-            until(lambda: media._held == 0)
+            until(lambda: media.held == 0)
         sock = begin(server, chat(url=urls[0], max_tokens=2000, ignore_eos=True, stream=True))
         until(lambda: engine.running)
-        assert media._held == 2500
+        assert media.held == 2500
         busy = server.client.post("/v1/vision/person", json={"images": urls})
         assert busy.status_code == 429
         sock.close()
-        until(lambda: media._held == 0, 3)
+        until(lambda: media.held == 0, 3)
         assert server.client.post("/v1/vision/person", json={"images": urls}).status_code == 200
 
 
@@ -77,12 +77,12 @@ def test_a_client_that_leaves_while_its_image_is_decoded():
     with serving(FakeEngine(), decode_seconds=20.0) as server:
         media = server.app.state.context.media
         socks = [begin(server, chat(url=data_url(slow))) for _ in range(4)]
-        until(lambda: media._held >= 2 * 9 * 10**6)
+        until(lambda: media.held >= 2 * 9 * 10**6)
         small = {"images": [data_url(encoded(picture()))]}
         late = server.client.post("/v1/vision/person", json=small | {"deadline": 0.3})
         assert late.status_code == 504
         assert "deadline" in late.json()["error"]["message"]
         for sock in socks:
             sock.close()
-        until(lambda: media._held == 0, 15)
+        until(lambda: media.held == 0, 15)
         assert server.client.post("/v1/vision/person", json=small).status_code == 200

@@ -105,7 +105,7 @@ class SamplingParams:
         return self.constraint is not None or self.penalised
 
 
-MOST_MIXED, MOST_WEIGHT = 2, 4.0
+MAX_MIXED, MAX_WEIGHT = 2, 4.0
 """Most adapters of a request, as kernels take so many a row; largest weight, negative or not."""
 
 
@@ -119,7 +119,7 @@ class Request:
 
     id: str  # unique among unfinished requests
     model: str | None = None  # name of a domain, of an adapter or of the base model (None)
-    # Up to `MOST_MIXED` adapters that apply instead, with the factors of what they add. `model`
+    # Up to `MAX_MIXED` adapters that apply instead, with the factors of what they add. `model`
     # then names the base model, or the first of them.
     adapters: tuple[tuple[str, float], ...] = ()
     # Turns for transformers' chat templates: dicts of ``role`` and ``content``, a string or a list

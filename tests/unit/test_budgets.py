@@ -12,14 +12,14 @@ BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_500,
     "data/valora_data": 9_144,
-    "teachers/valora_teachers": 1_604,
+    "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
-    "valora_serve": 28_706,
+    "valora_serve": 28_565,
     "tests/*/valora_train": 6_871,
     "tests/*/valora_data": 3_472,
     "tests/*/valora_teachers": 1_111,
     "tests/*/valora_kernels": 2_086,
-    "tests/*/valora_serve": 24_678,
+    "tests/*/valora_serve": 24_625,
     "tests/unit/bench": 1_559,
     BENCH: 12_587,
 }

@@ -26,7 +26,7 @@ from valora_data.contract.files import (
     shown,
 )
 from valora_data.models.base import Architecture, ModelPart
-from valora_serve.catalogue.patterns import MOST_PATTERNS, Expression, match_all, plain
+from valora_serve.catalogue.patterns import MAX_PATTERNS, Expression, match_all, plain
 from valora_serve.errors import AdapterError, pickle_error
 
 CONFIG = "adapter_config.json"
@@ -344,8 +344,8 @@ class _Rules:
                 raise ValueError("expected r and lora_alpha")  # noqa: TRY301
             for option, general, fine, what in NUMBERS:
                 given = config.setdefault(option, {}) or {}
-                few = isinstance(given, dict) and len(given) <= MOST_PATTERNS
-                _expect(few, option, f"at most {MOST_PATTERNS} values by pattern", given)
+                few = isinstance(given, dict) and len(given) <= MAX_PATTERNS
+                _expect(few, option, f"at most {MAX_PATTERNS} values by pattern", given)
                 config[option] = given
                 _expect(fine(config[general]), general, what, config[general])
                 for key, value in given.items():

@@ -18,7 +18,7 @@ from valora_data.contract.label_head import LabelHead
 from valora_serve.catalogue.adapters import CONFIG_BYTES, MODEL_CONFIG, Adapter
 from valora_serve.errors import AdapterError
 
-MOST_LABELS = 4096  # most labels of a classifier: the list of models names all of them
+MAX_LABELS = 4096  # most labels of a classifier: the list of models names all of them
 
 
 def make_classifier(adapter: Adapter, score: Tensor, width: int) -> Head:
@@ -27,10 +27,10 @@ def make_classifier(adapter: Adapter, score: Tensor, width: int) -> Head:
     Raises an AdapterError if the output layer does not fit the model or the configuration.
     """
     shape, score = tuple(score.shape), score.float()
-    if len(shape) != 2 or not 2 <= shape[0] <= MOST_LABELS or not (score.abs() <= LARGEST).all():
+    if len(shape) != 2 or not 2 <= shape[0] <= MAX_LABELS or not (score.abs() <= LARGEST).all():
         raise AdapterError(
             f"adapter {adapter.folder}: its output layer of shape {shape} has not 2 to "
-            f"{MOST_LABELS} labels, or holds NaN or values above {LARGEST:g}: serve it with "
+            f"{MAX_LABELS} labels, or holds NaN or values above {LARGEST:g}: serve it with "
             "transformers, or train it again"
         )
     metadata = {"labels": json.dumps(_labels(adapter, shape[0])), "pooling": "last"}

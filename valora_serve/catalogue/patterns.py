@@ -19,7 +19,7 @@ from valora_serve.errors import AdapterError
 SECONDS = 2  # most seconds of processor time for all expressions of an adapter together
 WAIT = 20.0  # most seconds until the process has ended, however busy the machine is
 MEMORY = 1 << 30  # most bytes of address space of the process
-MOST_PATTERNS = 2048  # most expressions of an adapter
+MAX_PATTERNS = 2048  # most expressions of an adapter
 PATTERN_LENGTH = 10_000  # most characters of an expression
 
 _PLAIN = re.compile(r"[\w.-]*", re.ASCII)
@@ -74,7 +74,7 @@ def match_all(
         return []
     longest = max(expressions, key=lambda one: len(one.pattern))
     for what, size, most in (
-        ("patterns", len(expressions), MOST_PATTERNS),
+        ("patterns", len(expressions), MAX_PATTERNS),
         (f"characters in {longest.option}", len(longest.pattern), PATTERN_LENGTH),
     ):
         if size > most:

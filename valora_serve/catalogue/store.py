@@ -23,7 +23,7 @@ from valora_serve import errors
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
 from valora_serve.catalogue.classifiers import make_classifier
 from valora_serve.catalogue.contexts import Context, read_context, read_facts
-from valora_serve.types import MOST_MIXED, MOST_WEIGHT, ServedModel
+from valora_serve.types import MAX_MIXED, MAX_WEIGHT, ServedModel
 
 if TYPE_CHECKING:
     import torch
@@ -119,10 +119,10 @@ class Store:
         named = self.resolve(name)
         if not weights:
             return named
-        if len(weights) > MOST_MIXED or any(not abs(one) <= MOST_WEIGHT for _, one in weights):
+        if len(weights) > MAX_MIXED or any(not abs(one) <= MAX_WEIGHT for _, one in weights):
             raise errors.RequestError(
-                f"valora.adapters takes up to {MOST_MIXED} adapters, with weights from "
-                f"{-MOST_WEIGHT:g} to {MOST_WEIGHT:g}"
+                f"valora.adapters takes up to {MAX_MIXED} adapters, with weights from "
+                f"{-MAX_WEIGHT:g} to {MAX_WEIGHT:g}"
             )
         found = [self.resolve(one) for one, _ in weights]
         if named not in (self._base, found[0]):

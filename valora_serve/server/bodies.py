@@ -29,9 +29,9 @@ from valora_serve.server.settings import ServerSettings
 
 LARGE_BYTES = 2**16
 """Larger bodies are parsed in a thread, between which the event loop has its turns."""
-MOST_MARKS = 300_000
+MAX_MARKS = 300_000
 """Most quotes, commas and brackets besides those of a prompt: pydantic takes 0.1 s for them."""
-MOST_ERRORS = 1_000  # invalid fields from which on none is named: pydantic makes an object for each
+MAX_ERRORS = 1_000  # invalid fields from which on none is named: pydantic makes an object for each
 _BODIES = {"POST", "PUT", "PATCH"}
 _adapter = cache(TypeAdapter)
 
@@ -132,7 +132,7 @@ class Bodies:
     def _parsed(self, body: bytes, kind: Any) -> Any:
         if not body:
             raise FieldError("The body is missing: add it", None)
-        most = MOST_MARKS + self._settings.max_prompt_chars
+        most = MAX_MARKS + self._settings.max_prompt_chars
         if len(body) > most and sum(map(body.count, (b'"', b",", b"[", b"{"))) > most:
             raise RequestError(
                 f"The JSON has more than {most} quotes, commas and brackets: send less at once"
@@ -141,7 +141,7 @@ class Bodies:
         try:
             return _adapter(kind).validate_json(body)
         except ValidationError as error:
-            if error.error_count() > MOST_ERRORS:
+            if error.error_count() > MAX_ERRORS:
                 said = f"The body has {error.error_count()} invalid fields: see /docs"
                 raise FieldError(said, None) from None
             errors = error.errors(include_url=False, include_input=False, include_context=False)

@@ -32,9 +32,9 @@ from valora_serve.types import EngineClient
 
 LARGEST_SCHEMA = 200_000  # characters
 REMEMBERED = 64  # grammars that are cached
-MOST_CHARS = 2_000_000  # of all cached grammars, which take about 200 bytes each
-MOST_WAITING = 256  # grammars that wait to be compiled
-MOST_OF_ONE = 16  # of one client
+MAX_CHARS = 2_000_000  # of all cached grammars, which take about 200 bytes each
+MAX_WAITING = 256  # grammars that wait to be compiled
+MAX_OF_ONE = 16  # of one client
 TRIAL_TOKENS, TRIAL_SECONDS = 64, 0.3  # of each of the two trials of a grammar, in all
 JSON_ONLY = "start: json"
 
@@ -127,7 +127,7 @@ class Grammars:
         """Wait until a grammar is compiled, with all who wait for the same."""
         if (job := self._jobs.get(key)) is None:
             mine = sum(other.client == client for other in self._jobs.values())
-            if len(self._jobs) >= MOST_WAITING or mine >= MOST_OF_ONE:
+            if len(self._jobs) >= MAX_WAITING or mine >= MAX_OF_ONE:
                 raise OverloadedError(
                     "Too many JSON schemas wait to be compiled: try again in 1 s, and send the "
                     "same schema rather than a new one each time"
@@ -157,7 +157,7 @@ class Grammars:
             made = str(error)
         known = self._known[key] = _Known(client, made)
         # The oldest of the client that has the most goes for it.
-        while len(self._known) > REMEMBERED or sum(map(len, self._known)) > MOST_CHARS:
+        while len(self._known) > REMEMBERED or sum(map(len, self._known)) > MAX_CHARS:
             ((most, _),) = Counter(one.client for one in self._known.values()).most_common(1)
             del self._known[next(key for key, one in self._known.items() if one.client == most)]
         return known

@@ -13,7 +13,7 @@ from typing import Any
 
 from valora_serve.errors import RequestError
 
-MOST_PARTS, DEEPEST = 30_000, 100
+MAX_PARTS, DEEPEST = 30_000, 100
 LARGEST = 9 * 10**18  # llguidance reads the integer part of bounds as 64 bits
 DIGITS = 15  # decimal digits that every float64 keeps
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -65,8 +65,8 @@ def _together(node: dict[str, Any]) -> bool:
 def _tightened(part: Any, key: str, depth: int, objects: list[Any], count: list[int]) -> Any:
     """Return a tightened copy of what a schema has under a key; schemas are added to `objects`."""
     count[0] += 1
-    if depth > DEEPEST or count[0] > MOST_PARTS:
-        most = f"{DEEPEST} levels" if depth > DEEPEST else f"{MOST_PARTS} parts"
+    if depth > DEEPEST or count[0] > MAX_PARTS:
+        most = f"{DEEPEST} levels" if depth > DEEPEST else f"{MAX_PARTS} parts"
         raise RequestError(f"The JSON schema has more than {most}: simplify it")
     if isinstance(part, list):
         return [_tightened(one, "", depth + 1, objects, count) for one in part]

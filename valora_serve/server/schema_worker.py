@@ -17,8 +17,8 @@ from valora_serve.errors import RequestError
 from valora_serve.server.json_schema import prepare
 
 SECONDS = 1.0  # of computing, for one grammar
-MOST_BYTES = 2**30
-MOST_STACK = 2**21  # bytes, less than any thread of the server has
+MAX_BYTES = 2**30
+MAX_STACK = 2**21  # bytes, less than any thread of the server has
 LIMITS: dict[str, Any] = {
     # Together they bound the computation of a token's mask to about 5 ms for 150,000 tokens.
     "max_items_in_row": 1_000,
@@ -61,8 +61,8 @@ def main() -> None:
     """Answer jobs until the input ends."""
     import llguidance
 
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_STACK, (MOST_STACK, MOST_STACK))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK, MAX_STACK))
     # A vocabulary of single bytes, as what takes for ever does so with any.
     tokenizer = llguidance.LLTokenizer("byte")
     limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 AT_ONCE = 128
 """Most requests of one HTTP request that the engine has at a time: a thousand that are begun, or
 end, together hold up the event loop for a third of a second."""
-LEAST_DEADLINE = 0.001  # seconds
+MIN_DEADLINE = 0.001  # seconds
 NAMED = 20  # names that an error lists
 
 
@@ -227,7 +227,7 @@ class Service:
         async def whole(request: Request) -> list[Output]:
             if request.deadline is not None:
                 left = request.deadline - (time.monotonic() - arrived)
-                request = dataclasses.replace(request, deadline=max(left, LEAST_DEADLINE))
+                request = dataclasses.replace(request, deadline=max(left, MIN_DEADLINE))
             asked = self.ask(ticket, request, headers, stream=False)
             async with contextlib.aclosing(asked) as outputs:
                 return [output async for output in outputs]

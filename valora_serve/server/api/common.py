@@ -23,7 +23,7 @@ from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry import logs
 from valora_serve.types import Finish, Logprob, Output, ServedModel, TokenLogprobs, Usage
 
-LEAST_LOGPROB = -9999.0  # as in OpenAI's responses
+MIN_LOGPROB = -9999.0  # as in OpenAI's responses
 _TEXTS = {
     400: "The request is invalid",
     401: "The API key is missing or unknown",
@@ -139,7 +139,7 @@ def joined(lasts: Sequence[Output]) -> Output:
 
 def json_logprob(value: float) -> float:
     """A log probability as JSON can hold it, which knows neither infinity nor NaN."""
-    return value if LEAST_LOGPROB < value < math.inf else LEAST_LOGPROB
+    return value if MIN_LOGPROB < value < math.inf else MIN_LOGPROB
 
 
 def chat_logprobs(items: Iterable[TokenLogprobs]) -> list[dict[str, Any]]:

@@ -39,8 +39,8 @@ from valora_serve.server.service import Ticket, merged
 from valora_serve.types import Output, Request, SamplingParams, ServedModel
 
 T = TypeVar("T")
-MOST_STOPS, MOST_STOP_CHARS = 16, 1000
-MOST_LOGPROBS = 200_000  # of an answer: 17 MB, which become JSON in 0.3 s while nothing else runs
+MAX_STOPS, MAX_STOP_CHARS = 16, 1000
+MAX_LOGPROBS = 200_000  # of an answer: 17 MB, which become JSON in 0.3 s while nothing else runs
 _ROLES = {"developer": "system", "tool": "user", "function": "user"}
 """Roles of OpenAI's API by the ones that chat templates know."""
 
@@ -56,14 +56,14 @@ def sampling(
     if logprobs is not None:
         most = context.service.engine.context_length
         count = (body.n or 1) * min(max_tokens or most, most) * (logprobs + 1)
-        if count > MOST_LOGPROBS:
+        if count > MAX_LOGPROBS:
             raise RequestError(
                 f"n, max_tokens and the number of log probabilities ask for up to {count} of them, "
-                f"more than {MOST_LOGPROBS}: ask for fewer"
+                f"more than {MAX_LOGPROBS}: ask for fewer"
             )
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-    if len(stop) > MOST_STOPS or not all(stop) or max(map(len, stop), default=0) > MOST_STOP_CHARS:
-        said = f"up to {MOST_STOPS} texts of 1 to {MOST_STOP_CHARS} characters"
+    if len(stop) > MAX_STOPS or not all(stop) or max(map(len, stop), default=0) > MAX_STOP_CHARS:
+        said = f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters"
         raise RequestError(f"stop takes {said}: send fewer or shorter ones")
     if (body.n or 1) > context.settings.max_n:
         raise RequestError(f"n is {body.n}, more than {context.settings.max_n}: ask for fewer")

@@ -24,7 +24,7 @@ from pydantic import (
 )
 
 from valora_serve.server.media.urls import MediaUrl
-from valora_serve.types import MOST_MIXED, MOST_WEIGHT
+from valora_serve.types import MAX_MIXED, MAX_WEIGHT
 
 
 def _finite(value: JsonValue) -> JsonValue:
@@ -255,7 +255,7 @@ class WeightedAdapter(Body):
     """An adapter with the factor of what it adds to the base model."""
 
     name: Text
-    weight: FiniteFloat = Field(default=1, ge=-MOST_WEIGHT, le=MOST_WEIGHT)
+    weight: FiniteFloat = Field(default=1, ge=-MAX_WEIGHT, le=MAX_WEIGHT)
 
 
 class Valora(Body):
@@ -266,7 +266,7 @@ class Valora(Body):
     deadline: Deadline = None
     adapters: list[WeightedAdapter] | None = Field(
         default=None,
-        max_length=MOST_MIXED,
+        max_length=MAX_MIXED,
         description="adapters with weights, applied together; model then names the base model or "
         "the first of them",
     )

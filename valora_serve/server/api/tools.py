@@ -25,7 +25,7 @@ from valora_serve.server.api.schema import (
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.telemetry.logs import new_id
 
-MOST_CALLS = 32  # in an answer
+MAX_CALLS = 32  # in an answer
 _BEGIN, _END = "<tool_call>", "}\n</tool_call>"
 _HEAD = re.compile(r'\s*<tool_call>\n\{"name": "([^"]*)", "arguments": ')
 _TOLD = """# Tools
@@ -68,7 +68,7 @@ class Tools:
             calls.append(f"{json.dumps(name)} {rule}")
             begins.append(f'{_BEGIN}\n{{"name": "{name}')
         first = f'"{_BEGIN}" call'
-        more = f' ("\\n{_BEGIN}" call){{0,{MOST_CALLS - 1}}}' if self.several else ""
+        more = f' ("\\n{_BEGIN}" call){{0,{MAX_CALLS - 1}}}' if self.several else ""
         rules = [f'call: "\\n{{\\"name\\": \\"" ({" | ".join(calls)}) {json.dumps(_END)}']
         if answer is not None:
             first = f"json | {first}"

@@ -19,8 +19,8 @@ from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.pool import Job, shared_pool
 from valora_serve.types import EngineClient, Finish, Request, SamplingParams
 
-MOST_EXAMPLES = 1000  # most golden examples of a bundle
-MOST_IMAGES = 256  # most images or frames of a golden example
+MAX_EXAMPLES = 1000  # most golden examples of a bundle
+MAX_IMAGES = 256  # most images or frames of a golden example
 IMAGE_BYTES = 64 << 20  # most bytes of the file of a golden image
 LIMITS = Limits(
     pixels=40_000_000,
@@ -33,7 +33,7 @@ LIMITS = Limits(
     frames=1,
 )
 """Limits of a golden image."""
-MOST_PIXELS = 160_000_000  # most pixels of the images of one golden example
+MAX_PIXELS = 160_000_000  # most pixels of the images of one golden example
 
 
 async def replay(engine: EngineClient, folder: Path) -> int:
@@ -93,7 +93,7 @@ class Example(BaseModel):
 
     domain: str
     image: str | None = None
-    rest: list[str] | None = Field(default=None, max_length=MOST_IMAGES - 1)
+    rest: list[str] | None = Field(default=None, max_length=MAX_IMAGES - 1)
     media: str | None = None
     question: str | None = Field(default=None, max_length=PROMPT_LENGTH)
     max_tokens: int | None = Field(default=None, ge=1)
@@ -135,7 +135,7 @@ def read_examples(folder: Path) -> list[Example]:
     return examples
 
 
-_LISTED = TypeAdapter(Annotated[list[Example], Field(max_length=MOST_EXAMPLES)])
+_LISTED = TypeAdapter(Annotated[list[Example], Field(max_length=MAX_EXAMPLES)])
 
 
 async def _check(engine: EngineClient, folder: Path, number: int, example: Example) -> None:
@@ -180,8 +180,8 @@ async def _pictures(example: Example) -> list[Image.Image]:
     def take(count: int) -> None:
         nonlocal pixels
         pixels += count
-        if pixels > MOST_PIXELS:
-            raise ImageError(f"an example has more than {MOST_PIXELS} pixels")
+        if pixels > MAX_PIXELS:
+            raise ImageError(f"an example has more than {MAX_PIXELS} pixels")
 
     found = []
     for file in example.files:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from valora_serve.types import EngineClient, NewContext, ServedModel
 
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
-MOST_FILES = 20_000  # most files and folders in a bundle's folder
+MAX_FILES = 20_000  # most files and folders in a bundle's folder
 CONTEXTS = "contexts"  # folder of the contexts made at run time, in the adapter folder
 T = TypeVar("T")
 
@@ -461,9 +461,9 @@ class ServedSet:
                 raise outside
             read = (folder / f for f in FETCHED) if kind == "adapter" else folder.rglob("*")
             for number, item in enumerate(read):
-                if number >= MOST_FILES:
+                if number >= MAX_FILES:
                     raise AdapterError(
-                        f"{folder.name} holds more than {MOST_FILES} files: name the folder of one "
+                        f"{folder.name} holds more than {MAX_FILES} files: name the folder of one "
                         "adapter or bundle"
                     )
                 if not leads_inside(folder, item.resolve(), self._folder):

@@ -32,7 +32,7 @@ WEBP_COPIES = 3  # copies of the file while WebP is decoded: ours, Pillow's and 
 VIDEO_BYTES = 64
 """Bytes that decoding a video takes, per pixel of a frame: 16 reference frames of 10 bits, the
 frame in RGB and Pillow's image."""
-LEAST_VIDEO_BYTES = 16  # bytes that decoding any video takes, per pixel of a frame
+MIN_VIDEO_BYTES = 16  # bytes that decoding any video takes, per pixel of a frame
 OVERHEAD = 8 << 20  # bytes that decoding anything takes besides: tables, buffers of rows, profiles
 FRAMES_PER_SECOND = 240
 STRIP_BYTES = 1 << 20  # pixels are converted and copied in strips of about so many bytes
@@ -208,7 +208,7 @@ def measure_video(file: BinaryIO, limits: Limits) -> tuple[int, int]:
         limits.check("video", context.width, context.height)
         pixels = context.width * context.height
         frames = limits.frames * IMAGE_BYTES * pixels  # the server holds them
-        least = size + LEAST_VIDEO_BYTES * pixels + OVERHEAD
+        least = size + MIN_VIDEO_BYTES * pixels + OVERHEAD
         limits.check_memory("video", context.width, context.height, frames + least)
         memory = size + VIDEO_BYTES * pixels + 4 * OVERHEAD
         return limits.frames * pixels, min(memory, limits.memory - frames)

@@ -33,7 +33,7 @@ from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
 
 AT_ONCE = 4  # adapters that are fetched at a time
-MOST_LOADING = 64  # most adapters that are fetched or wait for it; further ones get a 429
+MAX_LOADING = 64  # most adapters that are fetched or wait for it; further ones get a 429
 REMEMBERED = 4096  # most names whose failure is remembered; the oldest is dropped first
 NAME = re.compile(r"(?=.{1,200}\Z)[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*){0,3}")
 """Names that are looked for: they are parts of paths and URLs."""
@@ -142,7 +142,7 @@ class OnRequest:
             raise copy.copy(error)
         task = self._loading.get(name)
         if task is None:
-            if len(self._loading) >= MOST_LOADING:
+            if len(self._loading) >= MAX_LOADING:
                 raise OverloadedError(
                     f"{len(self._loading)} other adapters are being loaded: try again in 5 s", 5.0
                 )

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from valora_serve.types import EngineClient, EngineStats, Mode, Output
 
-MOST_LABELS = 200  # models with series of their own; all others share the label "other"
+MAX_LABELS = 200  # models with series of their own; all others share the label "other"
 _SHORT = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5)  # fmt: skip
 _LONG = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
 
@@ -118,7 +118,7 @@ class Metrics:
         return await asyncio.to_thread(self.text)
 
     def _bounded(self, model: str) -> str:
-        known = model in self._models or len(self._models) < MOST_LABELS
+        known = model in self._models or len(self._models) < MAX_LABELS
         if self.shared(model) or not known:
             return "other"
         self._models.add(model)

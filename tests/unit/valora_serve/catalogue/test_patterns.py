@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.cases import others_slow
 from valora_serve.catalogue import patterns
-from valora_serve.catalogue.patterns import MOST_PATTERNS, Expression, match_all, plain
+from valora_serve.catalogue.patterns import MAX_PATTERNS, Expression, match_all, plain
 from valora_serve.errors import AdapterError
 
 PATHS = (
@@ -72,7 +72,7 @@ def test_invalid_and_immoderate_expressions():
         (["(?P<idx>x)(?P<idx>y)"], "is no regular expression"),
         (["x(?i)y"], "is no regular expression"),
         (["a" * 20_000], "20000 characters"),
-        ([f"a{n}*" for n in range(MOST_PATTERNS + 1)], f"more than {MOST_PATTERNS}"),
+        ([f"a{n}*" for n in range(MAX_PATTERNS + 1)], f"more than {MAX_PATTERNS}"),
     ):
         with pytest.raises(AdapterError, match=message):
             match_all(tuple(Expression("target_modules", "match", p) for p in written), PATHS)

@@ -20,7 +20,7 @@ from tests.support.json_schemas import random_answer, random_schema
 from valora_data.contract.base_model import base_folder
 from valora_serve.errors import OverloadedError, RequestError
 from valora_serve.server.constrain import (
-    MOST_OF_ONE,
+    MAX_OF_ONE,
     REMEMBERED,
     Grammar,
     GrammarConstraint,
@@ -274,7 +274,7 @@ def test_clients_take_turns_and_who_leaves_is_not_compiled_for(grammars, waiting
         await asked(grammars, "cached", "b")
         waiting.go.clear()
         waiting.begun.clear()
-        many = [asyncio.create_task(asked(grammars, f"a{n}", "a")) for n in range(MOST_OF_ONE)]
+        many = [asyncio.create_task(asked(grammars, f"a{n}", "a")) for n in range(MAX_OF_ONE)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError) as error:
             await asked(grammars, "one too many", "a")
@@ -359,7 +359,7 @@ def test_a_cached_schema_is_answered_while_clients_that_left_and_others_wait(wai
         waiting.go.set()
         assert ask(server, response_format=form("cached")).status_code == 200
         waiting.go.clear()
-        for number in range(MOST_OF_ONE):
+        for number in range(MAX_OF_ONE):
             with contextlib.suppress(httpx.ReadTimeout):
                 server.client.post(CHAT, json=chat(response_format=form(f"{number}")), timeout=0.05)
         until(lambda: not jobs)  # one is compiled, and nobody waits for it either

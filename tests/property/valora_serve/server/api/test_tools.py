@@ -14,7 +14,7 @@ from tests.support.json_schemas import random_answer, random_schema
 from valora_data.contract.base_model import base_folder
 from valora_serve.errors import RequestError
 from valora_serve.server.api.schema import Function
-from valora_serve.server.api.tools import MOST_CALLS, AnswerReader, Tools
+from valora_serve.server.api.tools import MAX_CALLS, AnswerReader, Tools
 from valora_serve.server.constrain import Grammars
 
 NAME = "f.G-1"
@@ -58,7 +58,7 @@ def test_an_answer_is_text_or_valid_calls(grammars, seed, begin, text, several, 
         return
     message = AnswerReader(tools).message(said)
     calls = [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
-    assert len(calls) <= (MOST_CALLS if several else 1)
+    assert len(calls) <= (MAX_CALLS if several else 1)
     for name, arguments in calls:
         allowed = {"maxProperties": 0} if name == "stop" else schema
         assert jsonschema_rs.is_valid(allowed, json.loads(arguments))

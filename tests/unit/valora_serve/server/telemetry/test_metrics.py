@@ -98,7 +98,7 @@ def test_answers_that_replicas_send_as_a_whole_have_their_mean_latency():
 
 
 def test_label_sets_are_bounded(monkeypatch):
-    monkeypatch.setattr("valora_serve.server.telemetry.metrics.MOST_LABELS", 20)
+    monkeypatch.setattr("valora_serve.server.telemetry.metrics.MAX_LABELS", 20)
     metrics = Metrics(FakeEngine())
     last = Output("x", finish=Finish.STOP, usage=Usage(1, 1), times=Times(0.0, 0.0, 0.0, 1.0))
     for number in range(25):

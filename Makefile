@@ -90,8 +90,6 @@ base-smol: $(FACTORY) ## Install both halves of model=smol (110 MB) and join the
 
 # Exit status of pytest where ARGS chooses no test.
 NONE := 5
-# Slow tests wait for processes of theirs a third of the time.
-SLOW_WORKERS := $(shell n=$$(( $$(nproc) * 3 / 2 )); echo $$(( n > 8 ? 8 : n < 2 ? 2 : n )))
 
 .PHONY: test test-fast test-slow test-gpu lint format
 test: $(READY) ## Check style and types, and run the fast tests
@@ -100,7 +98,7 @@ test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
 	@$(BIN)/python -m pytest -m 'not slow and not gpu' -p no:schemathesis -p no:hydra_pytest \
 		--ignore tests/e2e --ignore tests/gpu -n auto --maxprocesses 8 --dist loadfile --durations 10 $(ARGS)
 test-slow: $(READY) ## Run the slow end-to-end tests
-	@$(BIN)/python -m pytest -m 'slow and not alone' -n $(SLOW_WORKERS) --dist loadfile \
+	@$(BIN)/python -m pytest -m 'slow and not alone' -n auto --maxprocesses 8 --dist loadfile \
 		--no-loadscope-reorder --durations 20 $(ARGS) || test $$? = $(NONE)
 	@$(BIN)/python -m pytest -m 'slow and alone' -n 1 --durations 5 $(or $(ARGS),tests/e2e) || test $$? = $(NONE)
 test-gpu: $(READY) ## Run the tests that need a CUDA GPU

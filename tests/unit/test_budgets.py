@@ -21,7 +21,7 @@ BUDGETS = {
     "tests/*/valora_kernels": 2_086,
     "tests/*/valora_serve": 24_625,
     "tests/unit/bench": 1_559,
-    BENCH: 12_587,
+    BENCH: 12_582,
 }
 
 

@@ -283,10 +283,10 @@ def test_tables_of_figures_are_those_of_their_files(page: Path) -> None:
     assert figures.written(text) == text, "run: python -m tests.bench.figures write"
 
 
-def test_every_figure_is_cited_and_says_what_measured_it() -> None:
+def test_every_figure_has_a_file_that_says_what_measured_it() -> None:
     cited = {one[1] for page in PAGES for one in figures.BLOCK.finditer(page.read_text("utf-8"))}
     files = {file.stem: json.loads(file.read_text("utf-8")) for file in figures.FOLDER.iterdir()}
-    assert cited == {*files}
+    assert cited <= {*files}
     for name, figure in files.items():
         assert figure["command"] == f"python -m {figures.FIGURES[name].command}"
         assert all(figure[fact] for fact in ("commit", "date", "machine", "versions"))

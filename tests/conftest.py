@@ -1,8 +1,11 @@
 """What all tests share: no network, a tiny random LLaVA, seeds, poisoned memory, a GPU gate."""
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from itertools import count
+
+gc.disable()  # until all is imported (`_small_garbage`)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("YOLO_OFFLINE", "1")
@@ -31,6 +34,17 @@ load_profile()
 # pytest adds handlers to loggers that do not propagate; as soon as this one has any, torch tells it
 # all about compilation, and failures would be lost in thousands of lines.
 logging.getLogger("torch.__trace").propagate = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _small_garbage() -> Iterator[None]:
+    # The libraries' millions of objects stay: to look through them for garbage, as often as Python
+    # does by itself, took a tenth of all tests' time.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
+    gc.enable()
+    yield
+    gc.unfreeze()  # else extensions report leaks at exit
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 NOTEBOOK = ROOT / "docs" / "examples" / "three_yolos_one_adapter.ipynb"
 SMALL = """
 NAMES = ["vehicle", "bicycle"]
-IMAGES, EPOCHS = 16, 1  # detectors that have learnt nothing: any box counts, nothing is in reach
-SETTINGS = ["model=tiny", "train=default", "train.steps=4", "train.probe_steps=4",
+IMAGES, EPOCHS = 8, 1  # detectors that have learnt nothing: any box counts, nothing is in reach
+SETTINGS = ["model.id={base}", "train=default", "train.steps=2", "train.probe_steps=2",
             "train.validations=0", "processes=1",
             "teacher.min_confidence=1.0e-6", "teacher.threshold=1.0e-6", "fusion.unreachable=keep"]
 SETTINGS += [f"+domains.{name}.{given}" for name in NAMES
@@ -32,7 +32,7 @@ def printed(notebook):
     )
 
 
-def test_the_notebook_runs(tmp_path, monkeypatch):
+def test_the_notebook_runs(random_llava, tmp_path, monkeypatch):
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not in git"
     (place,) = (
@@ -40,8 +40,11 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
         for number, cell in enumerate(notebook.cells)
         if "parameters" in cell.metadata.get("tags", [])
     )
-    notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(SMALL))
+    notebook.cells.insert(
+        place + 1, nbformat.v4.new_code_cell(SMALL.replace("{base}", str(random_llava)))
+    )
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("VALORA_BASE", str(random_llava))
     monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))  # it would write the user's settings
     client = NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}

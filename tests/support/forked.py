@@ -10,13 +10,19 @@ import runpy
 import subprocess
 import sys
 import threading
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from io import StringIO
+from multiprocessing.connection import Connection
 from multiprocessing.process import current_process
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
+
+from valora_serve.engine import workers
+from valora_serve.engine.workers import Workers
+from valora_train.metrics import speed
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
@@ -51,6 +57,7 @@ def _run(module, arguments, cwd, log, environment, gate):
     current_process()._config["daemon"] = False  # may have processes of its own
     if "OMP_NUM_THREADS" in environment:  # which torch read where it was imported
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    speed.ROUNDS = 1  # what is measured for reports is not looked at
     if not gate:
         from valora_train.stages import export
 
@@ -71,8 +78,10 @@ class Forked:
 
     def __init__(self, module, arguments, cwd, log=None, env=os.environ, gate=False):
         self.log = Path(log or Path(cwd) / "said.txt")
-        given = (module, [*map(str, arguments)], str(cwd), str(self.log), dict(env), gate)
-        self._process = FORKS.Process(target=_run, args=given, daemon=True)
+        self._start(_run, module, [*map(str, arguments)], str(cwd), str(self.log), dict(env), gate)
+
+    def _start(self, target, *given):
+        self._process = FORKS.Process(target=target, args=given, daemon=True)
         self._process.start()
         self.pid, self.kill = self._process.pid, self._process.kill
 
@@ -94,6 +103,33 @@ class Forked:
     def send_signal(self, how):
         with suppress(ProcessLookupError):  # as Popen: it may just have ended
             os.kill(self.pid, how)
+
+
+class ForkedWorker(Forked):
+    """What `subprocess.Popen` gives of a worker of a tensor-parallel group."""
+
+    log = None
+
+    def __init__(self, command, *, pass_fds, **_):
+        assert command[:3] == [sys.executable, "-m", Workers.module]
+        self._start(_work, Connection(os.dup(*pass_fds)))
+
+
+def _work(pipe):
+    from valora_serve.engine import worker
+
+    os._exit(worker.main([str(pipe.fileno())]))
+
+
+@contextmanager
+def forked_workers():
+    """Fork the workers of tensor-parallel groups, which take seconds to import torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        fake = SimpleNamespace(
+            Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+        )
+        patch.setattr(workers, "subprocess", fake)
+        yield
 
 
 def finish(process, seconds=300):

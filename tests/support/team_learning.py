@@ -11,8 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.tensor import DTensor
 
+from tests.support.forked import Forked, finish
 from tests.support.helpers import coloured_squares
 from valora_data.schema import Answer, Domain, Split, Task
 from valora_train.fusion.samples import DomainData
@@ -86,25 +88,28 @@ def domain(name, lmm):
     )
 
 
-def processes(count, program, launcher="torchrun", **options):
-    launchers = {
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", str(count)],
-        "accelerate": ["accelerate.commands.launch", "--cpu", "--num_processes", str(count),
-                       "--num_machines", "1", "--mixed_precision", "no",
-                       "--dynamo_backend", "no", "--main_process_port", "0"],
-    }  # fmt: skip
-    return subprocess.Popen(
-        [sys.executable, "-m", *launchers[launcher], *program],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, **options,
-    )  # fmt: skip
+def forked_team(module, arguments, folder):
+    """Two processes that run a module on the CPU, as `torchrun` would start them."""
+    shared = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_free_port())}
+    ranks = [os.environ | shared | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(2)]
+    logs = [folder / f"said-{rank}.txt" for rank in range(2)]
+    return [Forked(module, arguments, folder, *one) for one in zip(logs, ranks, strict=True)]
 
 
 def assert_two_learn_what_one_does(base, shard, alone, folder, device="cpu"):
-    program = [__file__, str(base), str(int(shard)), str(folder), device]
-    running = processes(2, program, cwd=Path(__file__).parents[2])
-    said = running.communicate(timeout=600)[0]
-    assert running.returncode == 0, said[-3000:]
+    arguments = [str(base), str(int(shard)), str(folder), device]
+    if device == "cpu":
+        team = forked_team("tests.support.team_learning", arguments, folder)
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                   "--nproc-per-node", "2", __file__, *arguments]  # fmt: skip
+        team = [subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2],
+        )]  # fmt: skip
+    for process in team:
+        finish(process, 600)
     first, second = (load_file(folder / f"{rank}.safetensors") for rank in range(2))
     assert first.keys() == second.keys() == alone.keys()
     for key, value in alone.items():

@@ -3,8 +3,6 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import httpx
@@ -12,6 +10,7 @@ import pytest
 
 from tests.e2e.valora_serve.serving import ROOTS
 from tests.support.browser import chromium_path
+from tests.support.forked import Forked
 
 pytestmark = pytest.mark.slow
 
@@ -21,11 +20,11 @@ def demo(tmp_path_factory):
     """Address of a running demo."""
     folder = tmp_path_factory.mktemp("demo")
     settings = {"PYTHONPATH": ROOTS, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "valora_serve.commands", "demo", "--no-browser", "--port", "0"],
-            cwd=folder, env=os.environ | settings, stdout=log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+    (folder / "log").touch()
+    process = Forked(
+        "valora_serve.commands", ["demo", "--no-browser", "--port", "0"], folder, folder / "log",
+        os.environ | settings,
+    )  # fmt: skip
     end = time.monotonic() + 180
     while (found := re.search(r"console is at (\S+)", (folder / "log").read_text())) is None:
         assert process.poll() is None, (folder / "log").read_text()

@@ -7,7 +7,7 @@ from tests.e2e.valora_train.test_factory import fusion, overrides, valora_train
 from tests.support.forked import finish
 from tests.support.helpers import save_random_llava
 from tests.support.stores import new_store
-from tests.support.team_learning import assert_two_learn_what_one_does, learn, processes
+from tests.support.team_learning import assert_two_learn_what_one_does, forked_team, learn
 
 pytestmark = pytest.mark.slow
 
@@ -30,15 +30,14 @@ def test_two_processes_learn_what_one_does(shard, base, alone, tmp_path):
 
 
 def test_the_factory_with_two_processes(base, tmp_path, tmp_path_factory):
-    data = overrides(tmp_path_factory.mktemp("data"), base)
-    program = ["-m", "valora_train.cli", *data]
+    few = ["train.steps=6", "train.probe_steps=4"]
+    few += [f"domains.{name}.required=0.05" for name in ("apple", "sky")]
+    data = [*overrides(tmp_path_factory.mktemp("data"), base), *few]
     new_store(tmp_path)
-    said = finish(processes(2, program, "accelerate", cwd=tmp_path))
+    said = "".join(map(finish, forked_team("valora_train.cli", data, tmp_path)))
     assert said.count("fuse 01 ") == 1  # one speaks for both
-    result = fusion(tmp_path)
-    assert sorted(name for names in result["packing"].values() for name in names) == [
-        "apple", "sky",
-    ]  # fmt: skip
+    packed = [name for names in fusion(tmp_path)["packing"].values() for name in names]
+    assert sorted(packed) == ["apple", "sky"]
     assert (tmp_path / "bundles/own/bundle.json").is_file()
     assert not list((tmp_path / ".valora").glob("*.partial"))
     # One process finds all of it done.

@@ -11,6 +11,7 @@ from tests.parity.valora_serve.engine.test_engine import Forced
 from tests.parity.valora_serve.engine.test_tensor_parallel import MODES, assert_equal
 from tests.parity.valora_serve.model.test_lmm import FAMILIES, TARGETS, requests_of
 from tests.support.engine_reference import make_engine, run
+from tests.support.forked import forked_workers
 from tests.support.serve_helpers import LANGUAGE, make_adapter
 from valora_serve.types import SamplingParams
 
@@ -47,7 +48,8 @@ def test_adapters_on_every_linear_of_other_architectures(family, how, tmp_path):
         for one in requests_of(family, ["all", None, "part"])
     ]
     one = make_engine(base, adapters)
-    two = make_engine(base, adapters, fresh=True, tensor_parallel=2, lora_parallel=how)
+    with forked_workers():
+        two = make_engine(base, adapters, fresh=True, tensor_parallel=2, lora_parallel=how)
     try:
         for choose in MODES.values():
             found = []

@@ -6,6 +6,7 @@ An engine takes seconds to start its second process, so tests share it where the
 import os
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +32,7 @@ from tests.support.engine_reference import (
     relative,
     run,
 )
+from tests.support.forked import forked_workers
 from tests.support.serve_helpers import (
     EVERYTHING,
     LANGUAGE,
@@ -99,7 +101,11 @@ def pair(request, base, adapters, tmp_path_factory):
     """One process, and two, with the same adapters and heads."""
     folder = bundle(base, tmp_path_factory.mktemp("bundles"))
     one = make_engine(base, adapters)
-    two = make_engine(base, adapters, fresh=True, tensor_parallel=2, lora_parallel=request.param)
+    # Among the slow tests there is a server to fork from.
+    with forked_workers() if request.param == "slora" else nullcontext():
+        two = make_engine(
+            base, adapters, fresh=True, tensor_parallel=2, lora_parallel=request.param
+        )
     try:
         for engine in (one, two):
             engine.load(folder)
@@ -150,7 +156,9 @@ def test_a_leader_without_memory_leaves_all_processes_as_they_were(base, adapter
     one = make_engine(base, both, fresh=True)
     wanted = run(one, asked)
     one.close()
-    two = make_engine(base, {"attention": adapters["attention"]}, fresh=True, tensor_parallel=2)
+    first = {"attention": adapters["attention"]}
+    with forked_workers():
+        two = make_engine(base, first, fresh=True, tensor_parallel=2)
     try:
         with monkeypatch.context() as failing:
             failing.setattr(MergeableWeights, "keep", keep)

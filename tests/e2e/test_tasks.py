@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 
 import pytest
 from PIL import Image
@@ -31,7 +30,7 @@ from valora_train.settings import (
     TrainSettings,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 HEAD = """
 from dataclasses import dataclass
@@ -174,13 +173,9 @@ def settings_of(base, folder, data, options):
     )  # fmt: skip
 
 
-def test_a_task_of_another_package_is_trained_and_served(
-    installed, random_llava, tmp_path, monkeypatch
-):
+def test_a_task_of_another_package_is_trained_and_served(installed, random_llava, tmp_path):
     heads = installed("valora.head_kinds", "number", HEAD)
     installed("valora.tasks", "number", TASK.replace("HEADS", heads))
-    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]  # for the export gate's process
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     data = write_data(tmp_path / "data")
     run(
         settings_of(random_llava, tmp_path, data, {"number": {"bias": 50.0}}),

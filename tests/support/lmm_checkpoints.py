@@ -92,7 +92,7 @@ SMOLVLM_TOKENS = [
 processing_smolvlm.num2words = processing_smolvlm.num2words or str
 PATCH = 8
 CROP = 4 * PATCH  # the side of a crop
-WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 3, 4, 2, 16
+WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 4, 2, 16
 
 
 def _tokenizer(extra, end="<|im_end|>", **named):

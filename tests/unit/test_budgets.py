@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 3_472,
     "tests/*/valora_teachers": 1_111,
     "tests/*/valora_kernels": 2_086,
-    "tests/*/valora_serve": 24_630,
+    "tests/*/valora_serve": 24_628,
     "tests/unit/bench": 1_559,
     BENCH: 12_582,
 }

@@ -9,6 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.support.context_bundles import ContextReference, ContextSpec, make_context_bundle
 from tests.support.engine_reference import Reference, ask, assert_empty, make_engine, relative
+from tests.support.lmm_checkpoints import LAYERS
 from tests.support.serve_helpers import LANGUAGE
 from valora_data.contract.contexts import (
     MEMORY_TOKENS,
@@ -77,7 +78,7 @@ def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(base, tmp_
     assert short == long == expected
     assert (made.form, made.kind, made.adapter) == (PREFIX, "domain", None)
     assert made.memory_tokens == made.source_tokens > 100
-    assert made.memory_bytes == 2 * 3 * 2 * 16 * 4 * made.memory_tokens
+    assert made.memory_bytes == 2 * LAYERS * 2 * 16 * 4 * made.memory_tokens
     assert len(engine.prefixes) == 0
     assert_empty(engine)
 

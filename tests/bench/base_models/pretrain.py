@@ -656,6 +656,8 @@ READING_TOKENS = 49_152
 """Tokens of a step that trains on record documents."""
 SAVE_SECONDS = 60.0
 """Time after which an unfinished training is written again."""
+FIRST_CHUNKS = 8
+"""Chunks of each bucket that are drawn before the first step."""
 
 
 class Unfinished:
@@ -808,7 +810,7 @@ def run_leg(
     rng = np.random.default_rng(seed)
     stream = Stream(seed, tokenizer, workers, buckets=leg.buckets)
     try:
-        while min(len(chunks) for chunks in stream.pool.values()) < 8:
+        while min(len(chunks) for chunks in stream.pool.values()) < FIRST_CHUNKS:
             stream.check()
             time.sleep(0.5)
         batches = prefetch(stream, leg.batch, task.device)

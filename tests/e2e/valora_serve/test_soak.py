@@ -326,14 +326,14 @@ def pages_of(world):
 
 def test_soak(world, monkeypatch):
     monkeypatch.setattr(batching, "HEADROOM", 0)  # else hardly any request is preempted
-    engine = soak(world, "valora", 1000, seed=1, overlap=True, pages=pages_of(world))
+    engine = soak(world, "valora", 500, seed=1, overlap=True, pages=pages_of(world))
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.switches > 0
 
 
 def test_soak_by_cost(world):
-    soak(world, "cost", 400, seed=2, overlap=False, pages=pages_of(world))
+    soak(world, "cost", 250, seed=2, overlap=False, pages=pages_of(world))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -341,6 +341,6 @@ def test_soak_by_cost(world):
 def test_soak_long(world, policy, overlap):
     settings = PolicySettings(theta=0.02, patience=0.5, clusters=2 * overlap)
     soak(
-        world, policy, 600, seed=3 + overlap, overlap=overlap, pages=pages_of(world),
+        world, policy, 250, seed=3 + overlap, overlap=overlap, pages=pages_of(world),
         policy_settings=settings,
     )  # fmt: skip

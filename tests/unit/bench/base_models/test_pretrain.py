@@ -234,6 +234,8 @@ def test_an_interrupted_training_continues(tmp_path, monkeypatch, capsys):
         pretrain.Leg(0.15, 32, 1e-3, 1, ("album_1",), 0.5, retain=True),
     )
     monkeypatch.setattr(pretrain, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(pretrain, "FIRST_CHUNKS", 1)
+    monkeypatch.setattr(pretrain, "READING_TOKENS", 2048)
     seconds = itertools.count()  # a clock by which every step takes two seconds
     clock = SimpleNamespace(monotonic=lambda: float(next(seconds)), sleep=time.sleep)
     monkeypatch.setattr(pretrain, "time", clock)

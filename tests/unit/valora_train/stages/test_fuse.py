@@ -254,8 +254,8 @@ def prepared(tmp_path, valora_train, random_llava):
 
 @pytest.mark.slow
 def test_requirements_follow_from_dedicated_adapters(prepared, tmp_path):
-    asked = ["command=fuse", "fusion.of_dedicated=0.5", "fusion.unreachable=keep", "processes=2",
-             "fusion.head_only=false", "fusion.processes=2", "train.seed=4", "train.steps=60",
+    asked = ["command=fuse", "fusion.of_dedicated=0.5", "fusion.unreachable=keep", "processes=1",
+             "fusion.head_only=false", "fusion.processes=2", "train.seed=4", "train.steps=30",
              "train.threads=1", "train.batch_size=8", "train.lora.rank=4"]  # fmt: skip
     out = prepared(*asked)
     done = [line.split() for line in out.splitlines() if line.endswith(" s")]

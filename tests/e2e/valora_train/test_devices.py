@@ -1,8 +1,6 @@
 """The factory on another device than the CPU: nothing stays behind there."""
 
-import subprocess
-import sys
-from pathlib import Path
+import os
 
 import pytest
 from torch.utils import backend_registration
@@ -18,11 +16,11 @@ pytestmark = [
     ),
 ]
 
-ROOT = Path(__file__).parents[3]
-FEW = "{train:24,unlabelled:12,val:12,test:12}"
+FEW = "{train:8,unlabelled:4,val:6,test:6}"
 SHORT = [
-    "processes=1", "fusion.processes=1", "train.steps=4", "train.steps_per_held=2",
-    "train.probe_steps=4", "train.batch_size=4", "fusion.unreachable=keep", "model.device=far",
+    "processes=1", "fusion.processes=1", "train.steps=2", "train.steps_per_held=1",
+    "train.probe_steps=2", "train.batch_size=4", "fusion.unreachable=keep", "heads.max_tokens=4",
+    "model.device=far",
 ]  # fmt: skip
 SHELF = [
     "task=shelf", *(f"domains.{name}.source.counts={FEW}" for name in (
@@ -34,32 +32,34 @@ SHELF = [
 
 
 @pytest.fixture
-def train(tmp_path):
+def train(tmp_path, random_llava):
     """Runs the command on the device `far`, in the same empty folder; gives its output."""
+    base = f"model.id={random_llava}"
 
     def run(*arguments):
         new_store(tmp_path)
-        return finish(Forked("tests.support.far_device", arguments, tmp_path), None)
+        return finish(Forked("tests.support.far_device", (base, *arguments), tmp_path), None)
 
     return run
 
 
-def test_a_tensor_left_on_the_cpu_is_found():
+LEFT = """
+import torch
+from tests.support.far_device import far_device
+with far_device():
+    layer = torch.nn.Linear(3, 2).to("far")
+    layer(torch.ones(1, 3).to("far")).sum().backward()
+    torch.optim.AdamW(layer.parameters()).step()
+    assert layer.weight.grad.device.type == "far"
+    layer(torch.ones(1, 3))
+"""
+
+
+def test_a_tensor_left_on_the_cpu_is_found(tmp_path):
     """Else the other tests of this file say nothing."""
-    code = (
-        "import torch\n"
-        "from tests.support.far_device import far_device\n"
-        "with far_device():\n"
-        "    layer = torch.nn.Linear(3, 2).to('far')\n"
-        "    layer(torch.ones(1, 3).to('far')).sum().backward()\n"
-        "    torch.optim.AdamW(layer.parameters()).step()\n"
-        "    assert layer.weight.grad.device.type == 'far'\n"
-        "    layer(torch.ones(1, 3))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert "expected all tensors on the same device" in done.stderr
+    (tmp_path / "left.py").write_text(LEFT)
+    process = Forked("left", [], tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert "expected all tensors on the same device" in process.communicate(60)[0]
 
 
 def test_tasks_are_fused_exported_and_extended(train):
@@ -75,14 +75,16 @@ def test_tasks_are_fused_exported_and_extended(train):
 
 
 def test_dedicated_adapters_are_taken(train):
-    some = [*SHELF, "task.only=[digits,place_reference]", "train.lora.vision_tower=true"]
-    assert "of 2 domains at their requirement" in train(*some, "fusion.of_dedicated=0.95")
+    some = [*SHELF, "task.only=[coin_count,vehicle_color]", "train.lora.vision_tower=true"]
+    out = train(*some, "fusion.of_dedicated=0.95")
+    assert "of 2 domains at their requirement" in out and "the dedicated adapter's" in out
 
 
 @pytest.mark.parametrize("form", ["prefix", "memory_tokens"])
 def test_documents_are_learnt(train, form):
     out = train(
         "task=context", "task.only=[ledger_1]", "domains.ledger_1.source.entries=2",
-        "context.tokens=12", f"context.form={form}", "heads.max_tokens=4", *SHORT,
+        "domains.ledger_1.of_teacher=null", "domains.ledger_1.required=0.1",
+        "context.tokens=12", f"context.form={form}", *SHORT,
     )  # fmt: skip
     assert "of 1 domain" in out

@@ -15,11 +15,10 @@ from valora_serve.server.loading import golden
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 
-@pytest.mark.parametrize("form", ["prefix", "memory_tokens"])
-def test_a_fused_bundle_answers_as_it_did_when_it_was_exported(form, tmp_path):
+def test_a_fused_bundle_answers_as_it_did_when_it_was_exported(tmp_path):
     base = CHECKPOINTS["llava"](tmp_path / "llava", seed=3)
     short = ("train.probe_steps=8", "train.steps=8", "train.steps_per_held=4")
-    bundle, _ = fuse(base, tmp_path, f"context.form={form}", "fusion.head_only=false", *short)
+    bundle, _ = fuse(base, tmp_path, "fusion.head_only=false", *short)
     engine = make_engine(str(base))
     assert set(NAMES) <= set(engine.load(bundle.folder))
 

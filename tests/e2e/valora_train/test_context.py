@@ -7,6 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from rich.console import Console
 
+from tests.e2e.test_architectures import replayed
 from tests.support.lmm_checkpoints import CHECKPOINTS
 from tests.support.stores import new_store
 from valora_data import shards
@@ -94,6 +95,8 @@ def test_memories_may_share_an_adapter(base, tmp_path):
     for name in NAMES:
         entry = bundle.contexts[name]
         assert (entry.form, entry.position) == ("memory_tokens", 0)
+    golden = json.loads((bundle.folder / "golden/golden.json").read_text())
+    assert replayed(base, bundle.folder) == len(golden) > 0
 
 
 def test_an_adapter_alone_is_a_closed_book(base, tmp_path):

@@ -274,7 +274,7 @@ def test_killed_at_any_moment_it_goes_on_as_if_nothing_had_been(done, data, tmp_
     cwd.mkdir()
     moments = random.Random(11)
     before = 0
-    for _ in range(4):
+    for _ in range(3):
         process = valora_train(cwd, data)
         try:
             process.wait(moments.uniform(0.3, 0.9) * took)

@@ -64,6 +64,7 @@ def make_adapter(
                 parameter.normal_(std=parameter.shape[1] ** -0.5, generator=generator)
             elif ".lora_B." in name:
                 parameter.normal_(std=strength, generator=generator)
+    peft.create_or_update_model_card = lambda _: None
     peft.save_pretrained(folder)
     peft.unload()
     return folder
@@ -168,10 +169,7 @@ def make_bundle(folder, base, *, name="sample", version=1, domains=None, adapter
     folder.mkdir(parents=True)
     width, grid = hidden_width(base), grid_of(base)
     for number, (adapter, options) in enumerate(adapters.items()):
-        place = make_adapter(
-            folder / "adapters" / adapter, base, seed=100 * seed + number, **options
-        )
-        (place / "README.md").unlink(missing_ok=True)
+        make_adapter(folder / "adapters" / adapter, base, seed=100 * seed + number, **options)
     facts = {}
     for number, (domain, spec) in enumerate(domains.items()):
         file = folder / f"heads/{domain}.safetensors"

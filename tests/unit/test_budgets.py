@@ -15,7 +15,7 @@ BUDGETS = {
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 28_565,
-    "tests/*/valora_train": 6_875,
+    "tests/*/valora_train": 6_879,
     "tests/*/valora_data": 3_472,
     "tests/*/valora_teachers": 1_111,
     "tests/*/valora_kernels": 2_086,

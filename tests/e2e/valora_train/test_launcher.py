@@ -17,19 +17,20 @@ pytestmark = pytest.mark.slow
 
 PARALLEL = ["-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
 LAUNCHERS = {
-    "submitit": ["-m", "hydra/launcher=submitit_local"],
-    "ray": ["-m", "hydra/launcher=ray"],
+    "submitit": ["-m", "hydra/launcher=submitit_local", "command=distill"],
+    "ray": ["-m", "hydra/launcher=ray", "command=fuse"],
 }
 
 
 def test_two_fusions_side_by_side(random_llava, tmp_path):
     (tmp_path / "data").mkdir()
-    data = [*overrides(tmp_path / "data", random_llava), "train.steps=4", "fusion.unreachable=keep"]
-    sweep = ["task.name=one,two", "task.only=[apple,sky]"]
+    few = ["train.steps=2", "train.probe_steps=2", "fusion.unreachable=keep"]
+    data = [*overrides(tmp_path / "data", random_llava), *few]
+    sweep = ["task.name=one,two", "task.only=[apple]"]
     said = finish(valora_train(tmp_path, [*PARALLEL, *data, *sweep]))
     for number, name in enumerate(("one", "two")):
         bundle = read_bundle(tmp_path / "bundles" / name)
-        assert sorted(bundle.domains) == ["apple", "sky"]
+        assert list(bundle.domains) == ["apple"]
         # Every line says whose it is.
         assert len(re.findall(rf"(?m)^ +{name} {number} +\w+ ", said)) > 5
     # Both wanted the same samples: one made them, the other waited.
@@ -49,22 +50,25 @@ def test_two_fusions_side_by_side(random_llava, tmp_path):
 def test_small_models_labels_and_fusions_elsewhere(
     launcher, installed, random_llava, tmp_path, monkeypatch
 ):
-    """Two jobs teach and distill together, and fuse each for themselves."""
+    """Two jobs teach and distill together, and fuse, on Ray, each for themselves."""
     installed("valora.teachers", "mean_box", EXAMPLE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     (tmp_path / "data").mkdir()
     given = [
         *overrides(tmp_path / "data", random_llava), "teacher=own", "teacher.kind=mean_box",
         "domains.apple.teacher=train", "train.steps=2", "train.probe_steps=2",
-        "fusion.unreachable=keep", "command=fuse", f"paths.tracking={new_store(tmp_path)}",
-        "task.name=one,two", "task.only=[apple]",
+        "fusion.unreachable=keep", f"paths.tracking={new_store(tmp_path)}", "task.name=one,two",
+        "task.only=[apple]",
     ]  # fmt: skip
     finish(valora_train(tmp_path, [*LAUNCHERS[launcher], *given]))
+    fused = launcher == "ray"
     for stage in ("data-apple", "teach-apple", "distill-apple", "fuse-one", "fuse-two"):
-        assert len(list((tmp_path / ".valora").glob(f"{stage}-*[0-9a-f]"))) == 1
+        found = list((tmp_path / ".valora").glob(f"{stage}-*[0-9a-f]"))
+        assert len(found) == (fused or not stage.startswith("fuse"))
     assert not list((tmp_path / ".valora").glob("*.partial"))
-    table = read_json(next((tmp_path / ".valora" / "sweeps").glob("*-one.json")))
-    assert set(table) == {"0"} and table["0"]["figures"]["adapters"] == 1
+    if fused:
+        table = read_json(next((tmp_path / ".valora" / "sweeps").glob("*-one.json")))
+        assert set(table) == {"0"} and table["0"]["figures"]["adapters"] == 1
 
 
 def test_a_job_that_cannot_is_one_sentence(random_llava, tmp_path):

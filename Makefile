@@ -90,6 +90,10 @@ base-smol: $(FACTORY) ## Install both halves of model=smol (110 MB) and join the
 
 # Exit status of pytest where ARGS chooses no test.
 NONE := 5
+# Files with such tests, so that the others are not imported; for a conftest.py, its folder.
+HOLDING = $(sort $(patsubst %/conftest.py,%,$(shell grep -rlE '$(1)' tests --include='*.py' --exclude-dir=support)))
+SLOW = $(call HOLDING,mark\.slow|others_slow)
+ALONE = $(call HOLDING,mark\.alone)
 
 .PHONY: test test-fast test-slow test-gpu lint format
 test: $(READY) ## Check style and types, and run the fast tests
@@ -99,8 +103,8 @@ test-fast: $(READY) ## Run all tests but the slow ones and those that need a GPU
 		--ignore tests/e2e --ignore tests/gpu -n auto --maxprocesses 8 --dist loadfile --durations 10 $(ARGS)
 test-slow: $(READY) ## Run the slow end-to-end tests
 	@$(BIN)/python -m pytest -m 'slow and not alone' -n auto --maxprocesses 8 --dist loadfile \
-		--no-loadscope-reorder --durations 20 $(ARGS) || test $$? = $(NONE)
-	@$(BIN)/python -m pytest -m 'slow and alone' -n 1 --durations 5 $(or $(ARGS),tests/e2e) || test $$? = $(NONE)
+		--no-loadscope-reorder --durations 20 $(or $(ARGS),$(SLOW)) || test $$? = $(NONE)
+	@$(BIN)/python -m pytest -m 'slow and alone' -n 1 --durations 5 $(or $(ARGS),$(ALONE)) || test $$? = $(NONE)
 test-gpu: $(READY) ## Run the tests that need a CUDA GPU
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 lint: $(READY) ## Check style (ruff) and types (mypy)

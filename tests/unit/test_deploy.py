@@ -236,7 +236,7 @@ def test_a_release_publishes_what_the_repository_builds():
     [("fuse", "train,yolo"), ("ui", "train,yolo"), ("serve", "serve"), ("test-fast", "all")],
 )
 def test_a_target_installs_what_it_runs(target, installs, tmp_path):
-    command = ["make", "-n", f"VENV={tmp_path}", "GPU=", target]
+    command = ["make", "-n", f"VENV={tmp_path}", f"PYTHON={sys.executable}", "GPU=", target]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.findall(r"--editable '\.\[(.*)\]'", said) == [installs]
     (tmp_path / ".ready").touch()  # has all

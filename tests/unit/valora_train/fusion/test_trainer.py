@@ -134,7 +134,7 @@ def test_seeds_decide_and_adapters_do_not_touch_each_other(random_llava):
 
 def test_it_learns(random_llava):
     # A random LLaVA learns to find red squares on noise; the test split follows validation.
-    trainer, _ = make(random_llava, steps=150, count=64)
+    trainer, _ = make(random_llava, steps=100, count=32)
     trainer.open("adapter-1", seed=3)
     losses = train(trainer, "apple")
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])

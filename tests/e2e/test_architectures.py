@@ -27,6 +27,7 @@ from valora_train.reporting.progress import Display
 from valora_train.settings import (
     DomainSettings,
     FusionSettings,
+    HeadSettings,
     LoraSettings,
     ModelSettings,
     PathSettings,
@@ -75,6 +76,7 @@ def settings_of(base, folder, names, *, vision=False, **model):
         model=ModelSettings(id=str(base), batch_size=4, **model),
         # Below any accuracy: what a random model reaches is no matter here. Adapters all the same.
         fusion=FusionSettings(strategy="rehearsal", margin=-1.0, head_only=False),
+        heads=HeadSettings(max_tokens=6),
         train=TrainSettings(
             steps=3, steps_per_held=1, batch_size=6, probe_steps=2, threads=1, lora=lora
         ),

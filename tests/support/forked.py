@@ -27,6 +27,7 @@ from valora_train.metrics import speed
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
     *(() if torch.cuda.is_available() else ("peft",)),  # bitsandbytes asks CUDA as it is imported
+    "IPython", "datasets.arrow_writer", "git", "sklearn.linear_model",
     "mlflow.store.tracking.sqlalchemy_store", "torchmetrics.functional.classification",
     "transformers.models.auto.modeling_auto", "transformers.models.llava.modeling_llava",
     "valora_serve.server.app", "valora_serve.server.loading.startup",

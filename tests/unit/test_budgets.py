@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_500,
-    "data/valora_data": 9_144,
+    "data/valora_data": 9_148,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_063,
     "valora_serve": 28_565,
-    "tests/*/valora_train": 6_879,
+    "tests/*/valora_train": 6_909,
     "tests/*/valora_data": 3_472,
     "tests/*/valora_teachers": 1_111,
     "tests/*/valora_kernels": 2_086,

@@ -457,9 +457,8 @@ class Trainer:
         with self._accelerator.split_between_processes(list(inputs)) as mine:
             apart = isinstance(task, HeadTask) and not task.remembers
             batches = self._frozen_batches(mine) if apart else [mine]
-            outputs = partial(task.outputs, head, self._lmm)
-            found = self._side_by_side([partial(outputs, one) for one in batches])
-            raw = torch.cat(found) if apart else found[0]
+            outputs = [partial(task.outputs, head, self._lmm, one) for one in batches]
+            raw = torch.cat(self._side_by_side(outputs)) if apart else outputs[0]()
         if processes == 1:
             return raw
         rows = self._accelerator.gather_for_metrics(list(raw), use_gather_object=True)

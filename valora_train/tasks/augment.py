@@ -96,7 +96,7 @@ def _repeatable(name: str) -> Iterator[None]:
     threads = torch.get_num_threads()
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` asks every kind of device
         torch.set_num_threads(1)
         try:
             yield

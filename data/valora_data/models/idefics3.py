@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from valora_data.models.crops import Crops
 
 if TYPE_CHECKING:
@@ -41,5 +43,7 @@ class Idefics3(Crops):
 
     def encode(self, model: Any, pixels: Tensor) -> Tensor:
         output = model.model.get_image_features(pixels[None], return_dict=True)
-        features: Tensor = output.pooler_output[0].unflatten(0, (len(pixels), -1))
+        # By image, or by crop, as the version of transformers has it.
+        found = tuple(output.pooler_output)
+        features: Tensor = torch.cat(found).unflatten(0, (len(pixels), -1))
         return features

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import json
 import resource
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,19 @@ class SmallReads(H11Protocol):
         super().connection_made(transport)
 
 
+class _Server(uvicorn.Server):
+    """uvicorn's, which also ends connections that it accepted just before it stopped listening."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, and wait for what is being answered."""
+        ending = asyncio.ensure_future(super().shutdown(sockets))
+        while not (await asyncio.wait([ending], timeout=0.1))[0]:
+            for connection in [*self.server_state.connections]:
+                if not connection.transport.is_closing():
+                    connection.shutdown()
+        await ending
+
+
 def make_server(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
     """Make a uvicorn server for an application; it serves sockets made by `listen.bind`."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -215,4 +229,4 @@ def make_server(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
         ssl_certfile=settings.tls_cert,
         ssl_keyfile=settings.tls_key,
     )
-    return uvicorn.Server(config)
+    return _Server(config)

@@ -8,6 +8,7 @@ import time
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, ask, begin, chat, encoded, picture, serving, until
+from valora_serve.server.app import SmallReads
 
 LONG = {"max_tokens": 100_000, "ignore_eos": True}
 
@@ -80,3 +81,23 @@ def test_an_idle_server_stops_at_once_in_spite_of_open_connections():
             began = time.monotonic()
             server.stop()
             assert time.monotonic() - began < 15
+
+
+def test_a_connection_that_was_accepted_last_does_not_hold_a_server_that_stops(monkeypatch):
+    made = SmallReads.connection_made
+
+    def late(self, transport):
+        self.loop.call_later(0.5, made, self, transport)
+
+    engine = FakeEngine(step=0.02)
+    with (
+        serving(engine, drain_seconds=60) as server,
+        begin(server, chat(stream=True, max_tokens=50, ignore_eos=True)) as sock,
+    ):
+        until(lambda: engine.running)
+        monkeypatch.setattr(SmallReads, "connection_made", late)
+        with socket.create_connection(("127.0.0.1", server.port)):
+            began = time.monotonic()
+            server.stop()
+            assert time.monotonic() - began < 15
+        assert events(rest(sock))[-1] == "[DONE]"

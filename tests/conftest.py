@@ -38,8 +38,8 @@ logging.getLogger("torch.__trace").propagate = True
 
 @pytest.fixture(scope="session", autouse=True)
 def _small_garbage() -> Iterator[None]:
-    # The libraries' millions of objects stay: to look through them for garbage, as often as Python
-    # does by itself, took a tenth of all tests' time.
+    # The libraries' millions of objects stay: to look through them for garbage took a tenth of the
+    # time of the server's tests.
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     gc.enable()

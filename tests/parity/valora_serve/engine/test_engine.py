@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 ROUNDING = 1.25
 """Largest mean error in bf16, in units of PEFT's and transformers' own; measured 0.8 to 1.05."""
 
-TOKENS = 5
+TOKENS = 8
 
 
 @pytest.fixture(scope="module")

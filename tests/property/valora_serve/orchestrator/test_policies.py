@@ -362,7 +362,7 @@ SMALLEST = [
         [("a0", 1, 2), (None, 3, 9), ("a1", 2, 0), ("a0", 2, 25)],
         [("a2", 2, 9), ("a1", 1, 2), ("a0", 3, 1), ("a1", 2, 2), (None, 1, 1)],
     )
-    for n, t, adapters, chunk, load in product((1, 2), (1, 2), (1, 2), (1, 2), (0, 3))
+    for n, t, adapters, chunk, load in product((1, 2), (1, 2), (1, 2), (1, 2), (0, 1, 3))
 ]
 
 

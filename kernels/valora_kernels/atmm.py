@@ -15,7 +15,7 @@ from valora_kernels.arrangements import default_tiling
 from valora_kernels.launching import ALIGNMENT, LAUNCHES, padded_ranks, readable, use_triton
 from valora_kernels.lookup import choose
 from valora_kernels.reference import atmm_reference
-from valora_kernels.tiling import ROWS_TOGETHER, Shape, Tiling
+from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
 
 if TYPE_CHECKING:
     from valora_kernels.metadata import LoraBatch
@@ -139,16 +139,8 @@ def direct_choice(weights: LoraWeights, batch: LoraBatch, *, add: bool = True) -
 
 def shape_of(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> Shape:
     """The look-up key of a call; `first` as in `Shape`."""
-    rows, adapters = batch.grouping.active, batch.effective_adapters
-    return Shape(
-        in_features=weights.in_features,
-        out_features=sum(weights.out_features),
-        projections=len(weights.out_features),
-        rank=padded_ranks(weights),
-        rows=rows,
-        adapters=max(adapters, rows / ROWS_TOGETHER) if first else adapters,
-        first=first,
-    )
+    group = ProjectionGroup(weights.in_features, weights.out_features, padded_ranks(weights))
+    return group.shape(batch.grouping.active, batch.effective_adapters, first)
 
 
 def table_choice(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> Tiling:

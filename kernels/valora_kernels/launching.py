@@ -17,7 +17,7 @@ from valora_kernels.arrangements import EXPAND_RANKS, FUSED, SHRINK_EXPAND
 from valora_kernels.gpus import gpu_of
 
 if TYPE_CHECKING:
-    from valora_kernels.metadata import DeviceTiles, LoraBatch
+    from valora_kernels.metadata import LoraBatch, Tiles
     from valora_kernels.tiling import Tiling
     from valora_kernels.weights import LoraWeights, Tensors
 
@@ -67,7 +67,9 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 
 def start(kernel: Any, programs: int, *arguments: object, **options: object) -> None:
-    """Launch a kernel, or only compile it within `compiling_together`."""
+    """Launch a kernel, or only compile it within `compiling_together`; PDL: beside the last one."""
+    if options["PDL"]:
+        options["launch_pdl"] = True
     if _compile_only.get():
         kernel.warmup(*arguments, grid=(programs,), **options)
     else:
@@ -113,20 +115,18 @@ def readable(tensors: Tensors) -> bool:
 def _common(
     tiling: Tiling, tensor: torch.Tensor, weights: LoraWeights, batch: LoraBatch
 ) -> dict[str, object]:
-    pdl = has_dependent_launch(tensor.device)
     return {
         "P": len(weights.out_features),
         "TERMS": batch.terms,
         "BM": tiling.rows,
         "RANKS": padded_ranks(weights),
         "PAGED": weights.paged,
-        "PDL": pdl,
+        "PDL": has_dependent_launch(tensor.device),
         "PRECISION": precision_of(tensor),
-        **({"launch_pdl": True} if pdl else {}),
     }
 
 
-def places_of(table: DeviceTiles, tensor: torch.Tensor) -> int:
+def places_of(table: Tiles, tensor: torch.Tensor) -> int:
     """Places of h in each projection and term."""
     return max(table.capacity * table.block, tensor.shape[0])
 
@@ -139,7 +139,7 @@ def outputs_of(ys: Tensors) -> tuple[Any, ...]:
 
 
 def tiles_to_launch(
-    table: DeviceTiles, batch: LoraBatch, tensor: torch.Tensor, *, add: bool = True
+    table: Tiles, batch: LoraBatch, tensor: torch.Tensor, *, add: bool = True
 ) -> int:
     """Tiles in use; in a batch for CUDA graphs, as many as any mix can need."""
     if batch.fixed:

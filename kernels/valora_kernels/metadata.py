@@ -1,15 +1,16 @@
 """Which rows of a batch use which adapters: built once per batch, shared by all layers.
 
-`group_rows`, `tile_rows` and `block_rows` are plain numpy; `LoraBatch` keeps what they make in
-device buffers of fixed size and address, so that a captured CUDA graph serves any mix of adapters.
+`group_rows` sorts a batch's rows; `LoraBatch` keeps what kernels read of them in device buffers of
+fixed size and address, so that a captured CUDA graph serves any mix of adapters.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -229,120 +230,11 @@ def tile_capacity(rows: int, segments: int, block: int) -> int:
     return (rows - segments) // block + segments if rows else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """A grouping cut into tiles of `block` rows of one segment; those without adapter come last."""
-
-    records: NDArray[np.int32]  # [capacity, 4] adapter and rank of term 0, of term 1; rank 0: none
-    rows: NDArray[np.int32]  # [capacity · block] row numbers, or `NONE`
-    scale: NDArray[np.float32]  # [2, capacity · block] coefficient · scaling of each term, or 0
-    count: int  # tiles whose rows have an adapter
-    total: int  # tiles of all rows
-
-
-def _tile_parts(memory: Any, block: int, capacity: int, float32: object) -> tuple[Any, ...]:
-    """Where tiles lie in int32 memory, an array or a tensor: records, rows, scale, ends."""
-    places, split = capacity * block, 2 * MAX_TERMS * capacity
-    records = memory[:split].reshape(capacity, 2 * MAX_TERMS)
-    scale = memory[split + places : -2].view(float32).reshape(MAX_TERMS, places)
-    return records, memory[split : split + places], scale, memory[-2:]
-
-
-def _tile_elements(block: int, capacity: int) -> int:
-    return capacity * (2 * MAX_TERMS + (1 + MAX_TERMS) * block) + 2
-
-
-def tile_rows(
-    grouping: Grouping, block: int, capacity: int, memory: NDArray[np.int32] | None = None
-) -> Tiles:
-    """Cut the segments into at most `capacity` tiles, in `memory` that is all written anew."""
-    adapters, ranks = grouping.adapters, grouping.ranks
-    if grouping.segments == 1:
-        count = -(-grouping.active // block)
-    else:
-        lengths = np.diff(grouping.starts)
-        tiles = -(-lengths // block)
-        count = int(tiles.sum())
-        adapters, ranks = (np.repeat(part, tiles, axis=0) for part in (adapters, ranks))
-    total = count - (-len(grouping.base) // block)
-    assert total <= capacity, (total, capacity)
-    if memory is None:
-        memory = np.empty(_tile_elements(block, capacity), dtype=np.int32)
-    records, rows, scale, ends = _tile_parts(memory, block, capacity, np.float32)
-    ends[:] = count, total
-    records[:count, 0::2] = adapters
-    records[:count, 1::2] = ranks
-    records[count:, 0::2] = NONE
-    records[count:, 1::2] = 0
-    rows.fill(NONE)
-    scale.fill(0)
-    if grouping.segments == 1:
-        rows[: grouping.active] = grouping.order
-        scale[:, : grouping.active] = grouping.scale.T
-    elif count:
-        first = (np.cumsum(tiles) - tiles) * block
-        place = np.arange(grouping.active) + np.repeat(first - grouping.starts[:-1], lengths)
-        rows[place] = grouping.order
-        scale[:, place] = grouping.scale.T
-    rows[count * block : count * block + len(grouping.base)] = grouping.base
-    return Tiles(records, rows, scale, count, total)
-
-
-class RowBlocks(NamedTuple):
-    """The adapters of each block of neighbouring rows, for projections with folded expansion."""
-
-    slot_of_row: NDArray[np.int32]  # [rows] adapter of each row, or `NONE`
-    counts: NDArray[np.int32]  # [blocks] adapters in each block
-    lists: NDArray[np.int32]  # [blocks, capacity, 2] adapter and rank of each one
-
-
-def _block_parts(memory: Any, block: int, rows: int, capacity: int) -> tuple[Any, ...]:
-    """Where blocks lie in int32 memory, an array or a tensor: the fields of `RowBlocks`."""
-    blocks = -(-rows // block)
-    lists = memory[rows + blocks :].reshape(blocks, capacity, 2)
-    return memory[:rows], memory[rows : rows + blocks], lists
-
-
-def block_rows(
-    grouping: Grouping, block: int, rows: int, capacity: int, memory: NDArray[np.int32]
-) -> RowBlocks:
-    """List the adapters of each block in `memory`, with room for so many rows and per block."""
-    found = RowBlocks(*_block_parts(memory, block, rows, capacity))
-    slot_of_row, counts, lists = found
-    slot_of_row.fill(NONE)
-    counts.fill(0)
-    lists.fill(0)
-    starts, order, segments = grouping.starts, grouping.order, grouping.segments
-    if segments == 1 and order[-1] - order[0] < len(order):  # one run of rows
-        slot_of_row[order[0] : order[-1] + 1] = grouping.adapters[0, 0]
-        spanned = slice(order[0] // block, order[-1] // block + 1)
-        counts[spanned] = 1
-        lists[spanned, 0] = grouping.adapters[0, 0], grouping.ranks[0, 0]
-    elif segments:
-        slot_of_row[order] = np.repeat(grouping.adapters[:, 0], np.diff(starts))
-        # Neighbouring rows of one segment are one piece, of which a prompt has few.
-        apart = order[1:] != order[:-1] + 1
-        apart[starts[1:-1] - 1] = True
-        first = np.concatenate([[0], np.flatnonzero(apart) + 1])
-        last = np.append(first[1:], len(order)) - 1
-        owner = np.searchsorted(starts, first, side="right") - 1
-        of_first = order[first] // block
-        spans = order[last] // block - of_first + 1
-        owner = np.repeat(owner, spans)
-        # Pairs as one number: numpy sorts columns of pairs ten times as long.
-        pairs = np.unique(_rows_of(of_first, spans) * segments + owner)
-        of_block, segment = np.divmod(pairs, segments)
-        counts[:] = np.bincount(of_block, minlength=len(counts))
-        place = np.arange(len(pairs)) - (np.cumsum(counts) - counts)[of_block]
-        lists[of_block, place, 0] = grouping.adapters[segment, 0]
-        lists[of_block, place, 1] = grouping.ranks[segment, 0]
-    return found
-
-
 class Table(ABC):
-    """What kernels read of a batch: an int32 buffer on the device, whose size and address stay."""
+    """What kernels read of a batch: int32 arrays on the device, whose sizes and addresses stay."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *shapes: tuple[int, ...]) -> None:
+        self._shapes, size = shapes, sum(map(math.prod, shapes))
         self.buffer = torch.empty(size, dtype=torch.int32, device=device)
         self._described: Grouping | None = None
         self._turn = 0
@@ -350,55 +242,130 @@ class Table(ABC):
             self._staging = [torch.empty(size, dtype=torch.int32).pin_memory() for _ in "ab"]
             self._copied = [torch.cuda.Event() for _ in "ab"]
 
+    def parts(self, memory: Any) -> list[Any]:
+        """Memory of the buffer's size, an array or a tensor, in shapes one after the other."""
+        found, end = [], 0
+        for shape in self._shapes:
+            start, end = end, end + math.prod(shape)
+            found.append(memory[start:end].reshape(shape))
+        return found
+
     @abstractmethod
-    def write(self, grouping: Grouping, memory: NDArray[np.int32]) -> None:
-        """Write a batch to memory [size] on the host, all of it anew."""
+    def write(self, grouping: Grouping, *parts: NDArray[np.int32]) -> None:
+        """Write a batch to the arrays on the host, all of them anew."""
 
     def refresh(self, grouping: Grouping) -> None:
         """Copy what a batch has of it to the device, in stream order, unless it is there."""
         if grouping is self._described:
             return
         if self.buffer.device.type != "cuda":
-            self.write(grouping, self.buffer.numpy())
+            self.write(grouping, *self.parts(self.buffer.numpy()))
         else:
             # Two take turns: the copy out of this one was enqueued two batches ago, and has ended.
             self._turn ^= 1
             staging, copied = self._staging[self._turn], self._copied[self._turn]
             copied.synchronize()
-            self.write(grouping, staging.numpy())
+            self.write(grouping, *self.parts(staging.numpy()))
             self.buffer.copy_(staging, non_blocking=True)
             copied.record()
         self._described = grouping
 
 
-class DeviceTiles(Table):
-    """`Tiles` on the device, whose `count` and `total` are on the host."""
+class Tiles(Table):
+    """A batch cut into tiles of `block` rows of one segment; those without adapter come last.
+
+    - `records`: [capacity, 4], adapter and rank of term 0, then of term 1; rank 0: none.
+    - `rows`: [capacity · block], row numbers, or `NONE`.
+    - `scale`: [2, capacity · block] fp32, coefficient · scaling of each term, or 0.
+    - `ends`: [2], tiles whose rows have an adapter, and tiles of all rows.
+    """
 
     def __init__(self, block: int, capacity: int, device: torch.device) -> None:
-        super().__init__(_tile_elements(block, capacity), device)
+        places = capacity * block
+        super().__init__(device, (capacity, 2 * MAX_TERMS), (places,), (MAX_TERMS, places), (2,))
         self.block, self.capacity = block, capacity
-        self.count = self.total = 0
-        parts = _tile_parts(self.buffer, block, capacity, torch.float32)
-        self.records, self.rows, self.scale, self.ends = parts
+        self.records, self.rows, scale, self.ends = self.parts(self.buffer)
+        self.scale = scale.view(torch.float32)
+        self.count = self.total = 0  # as `ends`, on the host
 
-    def write(self, grouping: Grouping, memory: NDArray[np.int32]) -> None:
-        """Write the tiles of a batch."""
-        tiles = tile_rows(grouping, self.block, self.capacity, memory)
-        self.count, self.total = tiles.count, tiles.total
+    def write(self, grouping: Grouping, *parts: NDArray[np.int32]) -> None:
+        """Cut the segments into tiles."""
+        block, adapters, ranks = self.block, grouping.adapters, grouping.ranks
+        if grouping.segments == 1:
+            count = -(-grouping.active // block)
+        else:
+            lengths = np.diff(grouping.starts)
+            tiles = -(-lengths // block)
+            count = int(tiles.sum())
+            adapters, ranks = (np.repeat(part, tiles, axis=0) for part in (adapters, ranks))
+        total = count - (-len(grouping.base) // block)
+        assert total <= self.capacity, (total, self.capacity)
+        self.count, self.total = count, total
+        records, rows, scale, ends = parts
+        scale = scale.view(np.float32)
+        ends[:] = count, total
+        records[:count, 0::2] = adapters
+        records[:count, 1::2] = ranks
+        records[count:, 0::2] = NONE
+        records[count:, 1::2] = 0
+        rows.fill(NONE)
+        scale.fill(0)
+        if grouping.segments == 1:
+            rows[: grouping.active] = grouping.order
+            scale[:, : grouping.active] = grouping.scale.T
+        elif count:
+            first = (np.cumsum(tiles) - tiles) * block
+            place = np.arange(grouping.active) + np.repeat(first - grouping.starts[:-1], lengths)
+            rows[place] = grouping.order
+            scale[:, place] = grouping.scale.T
+        rows[count * block : count * block + len(grouping.base)] = grouping.base
 
 
-class DeviceBlocks(Table):
-    """`RowBlocks` on the device."""
+class Blocks(Table):
+    """The adapters of each block of neighbouring rows, for projections with folded expansion.
+
+    - `slot_of_row`: [rows], adapter of each row, or `NONE`.
+    - `counts`: [blocks], adapters in each block.
+    - `lists`: [blocks, capacity, 2], adapter and rank of each one.
+    """
 
     def __init__(self, block: int, rows: int, capacity: int, device: torch.device) -> None:
-        super().__init__(rows + -(-rows // block) * (1 + 2 * capacity), device)
+        blocks = -(-rows // block)
+        super().__init__(device, (rows,), (blocks,), (blocks, capacity, 2))
         self.block, self.capacity = block, capacity
-        parts = _block_parts(self.buffer, block, rows, capacity)
-        self.slot_of_row, self.counts, self.lists = parts
+        self.slot_of_row, self.counts, self.lists = self.parts(self.buffer)
 
-    def write(self, grouping: Grouping, memory: NDArray[np.int32]) -> None:
-        """Write the blocks of a batch."""
-        block_rows(grouping, self.block, len(self.slot_of_row), self.capacity, memory)
+    def write(self, grouping: Grouping, *parts: NDArray[np.int32]) -> None:
+        """List the adapters of each block."""
+        block = self.block
+        slot_of_row, counts, lists = parts
+        slot_of_row.fill(NONE)
+        counts.fill(0)
+        lists.fill(0)
+        starts, order, segments = grouping.starts, grouping.order, grouping.segments
+        if segments == 1 and order[-1] - order[0] < len(order):  # one run of rows
+            slot_of_row[order[0] : order[-1] + 1] = grouping.adapters[0, 0]
+            spanned = slice(order[0] // block, order[-1] // block + 1)
+            counts[spanned] = 1
+            lists[spanned, 0] = grouping.adapters[0, 0], grouping.ranks[0, 0]
+        elif segments:
+            slot_of_row[order] = np.repeat(grouping.adapters[:, 0], np.diff(starts))
+            # Neighbouring rows of one segment are one piece, of which a prompt has few.
+            apart = order[1:] != order[:-1] + 1
+            apart[starts[1:-1] - 1] = True
+            first = np.concatenate([[0], np.flatnonzero(apart) + 1])
+            last = np.append(first[1:], len(order)) - 1
+            owner = np.searchsorted(starts, first, side="right") - 1
+            of_first = order[first] // block
+            spans = order[last] // block - of_first + 1
+            owner = np.repeat(owner, spans)
+            # Pairs as one number: numpy sorts columns of pairs ten times as long.
+            pairs = np.unique(_rows_of(of_first, spans) * segments + owner)
+            of_block, segment = np.divmod(pairs, segments)
+            counts[:] = np.bincount(of_block, minlength=len(counts))
+            place = np.arange(len(pairs)) - (np.cumsum(counts) - counts)[of_block]
+            lists[of_block, place, 0] = grouping.adapters[segment, 0]
+            lists[of_block, place, 1] = grouping.ranks[segment, 0]
 
 
 class Scratch:
@@ -465,7 +432,7 @@ class LoraBatch:
                 f"batch: expected at most {self.max_segments} segments, got {grouping.segments}"
             )
         # Blocks have no terms; a captured graph reads those of other tables again.
-        captured = any(not isinstance(table, DeviceBlocks) for table in self._tables.values())
+        captured = any(not isinstance(table, Blocks) for table in self._tables.values())
         if self.fixed and captured and grouping.terms > self.terms:
             raise ValueError(
                 "batch: expected one term per row, as when the graph was captured, got 2"
@@ -492,18 +459,18 @@ class LoraBatch:
         table.refresh(self.grouping)
         return cast("T", table)
 
-    def tiles(self, block: int) -> DeviceTiles:
+    def tiles(self, block: int) -> Tiles:
         """The batch in tiles of `block` rows."""
         return self.table(
             ("tiles", block),
-            lambda: DeviceTiles(
+            lambda: Tiles(
                 block, tile_capacity(self.max_rows, self.max_segments, block), self.device
             ),
         )
 
-    def blocks(self, block: int) -> DeviceBlocks:
+    def blocks(self, block: int) -> Blocks:
         """The adapters of each block of rows."""
         capacity = max(1, min(block, self.max_segments))
         return self.table(
-            ("blocks", block), lambda: DeviceBlocks(block, self.max_rows, capacity, self.device)
+            ("blocks", block), lambda: Blocks(block, self.max_rows, capacity, self.device)
         )

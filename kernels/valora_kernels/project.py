@@ -1,7 +1,7 @@
 """Base projection and LoRA together: y = x·Wᵀ + bias + Σ coefficient · scaling · (x Aᵀ) Bᵀ.
 
-The record of the GPU says which way is the fastest: `_beside` runs the shrink beside our own base
-product, `_fold` expands within its sum, `_apart` has the library's, and LoRA before or after.
+The record of the GPU says which way is the fastest: a shrink beside our own base product, an
+expansion within its sum (`_fold`), or the library's product with LoRA before or after (`_apart`).
 """
 
 from __future__ import annotations
@@ -44,17 +44,12 @@ FOLD_RANKS = 128  # largest rank that a folded expansion can hold in one tile
 
 
 @lru_cache(maxsize=4096)  # every layer of a step asks
-def project_tiling(gpu: Gpu, rows: int, out_features: tuple[int, ...]) -> ProjectTiling | None:
-    """The tiling of base product and LoRA; None where the library's product is faster."""
-    rules = (rule for rule in gpu.projections if rule.applies(rows, out_features))
-    return next((rule.tiling for rule in rules), None)
-
-
-@lru_cache(maxsize=4096)
-def product_tiling(gpu: Gpu, rows: int, outputs: int) -> ProjectTiling | None:
-    """The tiling of a base product without LoRA; None where the library's product is faster."""
-    rules = (rule for rule in gpu.products if rule.applies(rows, (outputs,)))
-    return next((rule.tiling for rule in rules), None)
+def project_tiling(
+    gpu: Gpu, rows: int, out_features: tuple[int, ...], *, lora: bool = True
+) -> ProjectTiling | None:
+    """The tiling of a base product, with LoRA or without; None where the library's is faster."""
+    rules = gpu.projections if lora else gpu.products
+    return next((rule.tiling for rule in rules if rule.applies(rows, out_features)), None)
 
 
 def add_projection(
@@ -82,11 +77,16 @@ def add_projection(
         tiling = project_tiling(batch.gpu, rows, weights.out_features)
         if tiling and tiling.fold and (batch.terms > 1 or weights.max_rank > FOLD_RANKS):
             tiling = None
-    if tiling is not None and rows:
-        run = _fold if tiling.fold else _beside
-        run(ys, x, bases, biases, weights, batch, tiling)
-        return
-    _apart(ys, x, bases, biases, weights, batch)
+    if tiling is None or not rows:
+        _apart(ys, x, bases, biases, weights, batch)
+    elif tiling.fold:
+        _fold(ys, x, bases, biases, weights, batch, tiling)
+    else:
+        _product(ys, x, bases, biases, tiling)
+        chosen = beside_product(table_choice(weights, batch), weights.in_features)
+        if tiles_to_launch(batch.tiles(chosen.rows), batch, x):
+            h, parts = shrink(chosen, x, weights, batch, beside=True)
+            expand(chosen, ys, h, parts, weights, batch)
 
 
 def _apart(
@@ -164,7 +164,7 @@ def linear(x: Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torc
     """Compute x [rows, inputs] · W [outputs, inputs]ᵀ + bias without LoRA."""
     if not x.is_cuda:
         return F.linear(x, w, bias)
-    tiling = product_tiling(gpu_of(x.device), len(x), len(w))
+    tiling = project_tiling(gpu_of(x.device), len(x), (len(w),), lora=False)
     if tiling is None or len(w) % ALIGNMENT or x.shape[1] % ALIGNMENT or not use_triton(x):
         return F.linear(x, w, bias)
     y = x.new_empty(len(x), len(w))
@@ -182,32 +182,15 @@ def _product(ys: Tensors, x: Tensor, bases: Tensors, biases: Biases, tiling: Pro
     across = sum(-(-y.shape[1] // tiling.outputs) for y in ys)
     step = ALIGNMENT * x.element_size()
     begins = [(base.data_ptr() - bases[0].data_ptr()) // step for base in bases]
-    pdl = has_dependent_launch(x.device)
     start(
         k.base_kernel, down * across,
         *outputs_of(ys), x, x.stride(0) // ALIGNMENT, bases[0], bases[0].stride(0) // ALIGNMENT,
         *[*begins, 0, 0][1:3], *[*biases, None, None][:3], x.shape[0], down, width // ALIGNMENT,
         P=len(ys), BM=tiling.rows, BN=tiling.outputs, BK=tiling.inputs,
-        EVEN_K=width % tiling.inputs == 0, STAGES=tiling.stages, AHEAD=tiling.ahead, PDL=pdl,
-        PRECISION=precision_of(x), num_warps=tiling.warps, num_stages=tiling.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        EVEN_K=width % tiling.inputs == 0, STAGES=tiling.stages, AHEAD=tiling.ahead,
+        PDL=has_dependent_launch(x.device), PRECISION=precision_of(x), num_warps=tiling.warps,
+        num_stages=tiling.stages,
     )  # fmt: skip
-
-
-def _beside(
-    ys: Tensors,
-    x: Tensor,
-    bases: Tensors,
-    biases: Biases,
-    weights: LoraWeights,
-    batch: LoraBatch,
-    tiling: ProjectTiling,
-) -> None:
-    _product(ys, x, bases, biases, tiling)
-    chosen = beside_product(table_choice(weights, batch), weights.in_features)
-    if tiles_to_launch(batch.tiles(chosen.rows), batch, x):
-        h, parts = shrink(chosen, x, weights, batch, beside=True)
-        expand(chosen, ys, h, parts, weights, batch)
 
 
 def _fold(
@@ -228,14 +211,12 @@ def _fold(
     first = whole_shrink(table_choice(weights, batch), width)
     h, _ = shrink(first, x, weights, batch, by_row=True)
     tiles, blocks = batch.tiles(first.rows), batch.blocks(tiling.rows)
-    pdl = has_dependent_launch(x.device)
-    started = pdl and tiles_to_launch(tiles, batch, x) > 0
+    started = has_dependent_launch(x.device) and tiles_to_launch(tiles, batch, x) > 0
     programs = batch.gpu.processors
     store = tiling.outputs // 2 if tiling.halves else tiling.outputs
     before = 0
     # Only the first of several projections directly follows the shrink; the others wait for it.
     for p, (y, base, bias) in enumerate(zip(ys, bases, biases, strict=True)):
-        early = started and p == 0
         start(
             k.many_rows_kernel, programs,
             TensorDescriptor.from_tensor(y, [tiling.rows, store]),
@@ -245,8 +226,8 @@ def _fold(
             p, before // ALIGNMENT, places_of(tiles, x), weights.slots, weights.max_rank, len(x),
             y.shape[1] // ALIGNMENT, width // ALIGNMENT, GROUP=8, PROGRAMS=programs,
             HALVES=tiling.halves, CAPACITY=blocks.capacity, BM=tiling.rows, BN=tiling.outputs,
-            BK=tiling.inputs, RANKS=padded_ranks(weights), PAGED=weights.paged, PDL=early,
-            PRECISION=precision_of(x), num_warps=tiling.warps, num_stages=tiling.stages,
-            **({"launch_pdl": early} if pdl else {}),
+            BK=tiling.inputs, RANKS=padded_ranks(weights), PAGED=weights.paged,
+            PDL=started and p == 0, PRECISION=precision_of(x), num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )  # fmt: skip
         before += y.shape[1]

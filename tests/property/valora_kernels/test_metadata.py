@@ -2,18 +2,21 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.bench.valora_kernels.operators.base import row_terms
-from valora_kernels.metadata import (
-    NONE,
-    LoraBatch,
-    block_rows,
-    group_rows,
-    tile_capacity,
-    tile_rows,
-)
+from valora_kernels.metadata import NONE, Blocks, LoraBatch, Tiles, group_rows, tile_capacity
+
+CPU = torch.device("cpu")
+
+
+def written(table, grouping):
+    """A table, whose memory was in use before, with what it says of a batch."""
+    table.buffer.fill_(77)
+    table.refresh(grouping)
+    return table
 
 
 @st.composite
@@ -49,23 +52,24 @@ def test_tiles_say_what_each_row_asked_for(batch, block):
     adapters, coefficients, ranks, scalings = batch
     grouping = group_rows(adapters, ranks, scalings, coefficients)
     capacity = tile_capacity(len(adapters), grouping.segments, block)
-    tiles = tile_rows(grouping, block, capacity)
+    tiles = written(Tiles(block, capacity, CPU), grouping)
+    records, listed, scale = (part.numpy() for part in (tiles.records, tiles.rows, tiles.scale))
     want = total_of(adapters, coefficients, scalings)
     seen = {}
     for t in range(tiles.total):
-        rows = tiles.rows[t * block : (t + 1) * block]
+        rows = listed[t * block : (t + 1) * block]
         assert rows[0] != NONE
         for i, row in enumerate(rows):
             if row == NONE:
                 assert np.all(rows[i:] == NONE)
-                assert not tiles.scale[:, t * block + i].any()
+                assert not scale[:, t * block + i].any()
                 continue
             terms = {}
             for term in range(2):
-                slot, rank = tiles.records[t, 2 * term : 2 * term + 2]
+                slot, rank = records[t, 2 * term : 2 * term + 2]
                 if slot != NONE:
                     assert rank == ranks[slot]
-                    terms[int(slot)] = float(tiles.scale[term, t * block + i])
+                    terms[int(slot)] = float(scale[term, t * block + i])
                 else:
                     assert rank == 0
             assert int(row) not in seen
@@ -73,8 +77,8 @@ def test_tiles_say_what_each_row_asked_for(batch, block):
             seen[int(row)] = terms
     assert sorted(seen) == list(range(len(adapters)))
     assert [seen[row] for row in range(len(adapters))] == want
-    assert np.all(tiles.records[tiles.count :, 1::2] == 0)
-    assert np.all(tiles.rows[tiles.total * block :] == NONE)
+    assert np.all(records[tiles.count :, 1::2] == 0)
+    assert np.all(listed[tiles.total * block :] == NONE)
 
 
 @settings(max_examples=150, deadline=None)
@@ -107,8 +111,7 @@ def test_blocks_list_the_adapters_of_their_rows(batch, seed, block):
     grouping = group_rows(own, ranks, scalings, counts=counts)
     slots = np.repeat(own[:, 0], counts)
     room = len(slots) + 3
-    memory = np.full(room + -(-room // block) * (1 + 2 * len(ranks)), 77, np.int32)
-    found = block_rows(grouping, block, room, len(ranks), memory)
+    found = written(Blocks(block, room, len(ranks), CPU), grouping)
     assert found.slot_of_row.tolist() == [*slots, NONE, NONE, NONE]
     for at in range(len(found.counts)):
         here = np.unique(slots[at * block : (at + 1) * block])
@@ -124,12 +127,12 @@ def test_capacity_is_enough_and_no_more(rows, slots, block, seed):
     rng = np.random.default_rng(seed)
     adapters = rng.integers(-1, slots, rows)
     grouping = group_rows(adapters, [8] * slots, [1.0] * slots)
-    tile_rows(grouping, block, tile_capacity(rows, slots, block))
+    written(Tiles(block, tile_capacity(rows, slots, block), CPU), grouping)
     # The worst case: all segments but one have a single row.
     segments = min(rows, slots + 1)
     worst = np.maximum(np.arange(rows) - (rows - segments), 0) - 1
     grouping = group_rows(worst, [8] * slots, [1.0] * slots)
-    tiles = tile_rows(grouping, block, tile_capacity(rows, slots, block))
+    tiles = written(Tiles(block, tile_capacity(rows, slots, block), CPU), grouping)
     slack = tile_capacity(rows, slots, block) - tiles.total
     assert 0 <= slack <= 1
 

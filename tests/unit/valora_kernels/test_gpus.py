@@ -10,7 +10,7 @@ from tests.support.lora_cases import make_case
 from valora_kernels.atmm import shape_of, table_choice
 from valora_kernels.gpus import H100, H200, Gpu, gpu_of, recorded
 from valora_kernels.lookup import LookupMode, TilingTable, choose, using
-from valora_kernels.project import product_tiling, project_tiling
+from valora_kernels.project import project_tiling
 from valora_kernels.tiling import Shape, Tiling
 
 SHAPE = Shape(4096, 4096, 1, 64, 4096, 4.0)
@@ -48,7 +48,7 @@ def test_a_record_of_another_package_decides_what_is_chosen(installed):
         assert choose(EXAMPLE, SHAPE).tiling.arrangement == "shrink_expand"
     assert TilingTable(H200, entries).look_up(SHAPE).tiling == large
     assert project_tiling(EXAMPLE, 64, (4096,)) is None
-    assert product_tiling(EXAMPLE, 4, 4096) is None
+    assert project_tiling(EXAMPLE, 4, (4096,), lora=False) is None
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])

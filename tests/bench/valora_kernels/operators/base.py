@@ -40,17 +40,14 @@ class DeviceRowTerms(Table):
     """
 
     def __init__(self, rows: int, capacity: int, device: torch.device) -> None:
-        super().__init__(3 * MAX_TERMS * rows + 2 * capacity, device)
+        super().__init__(device, *[(MAX_TERMS, rows)] * 3, (capacity, 2))
         self.count = 0
-        terms, distinct = self.buffer.split([3 * MAX_TERMS * rows, 2 * capacity])
-        self.adapters, self.ranks, scale = terms.view(3, MAX_TERMS, rows)
-        self.scale, self.distinct = scale.view(torch.float32), distinct.view(capacity, 2)
+        self.adapters, self.ranks, scale, self.distinct = self.parts(self.buffer)
+        self.scale = scale.view(torch.float32)
 
-    def write(self, grouping: Grouping, memory: NDArray[np.int32]) -> None:
+    def write(self, grouping: Grouping, *parts: NDArray[np.int32]) -> None:
         """Write the terms of a batch."""
-        rows = self.adapters.shape[1]
-        adapters, ranks, scale = memory[: 3 * MAX_TERMS * rows].reshape(3, MAX_TERMS, rows)
-        distinct = memory[3 * MAX_TERMS * rows :].reshape(-1, 2)
+        adapters, ranks, scale, distinct = parts
         scale = scale.view(np.float32)
         adapters.fill(NONE)
         ranks.fill(0)

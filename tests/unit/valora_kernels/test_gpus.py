@@ -53,12 +53,8 @@ def test_a_record_of_another_package_decides_what_is_chosen(installed):
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
 def test_a_gpu_without_a_record_is_read_from_the_driver(monkeypatch, caplog, capability):
-    properties = SimpleNamespace(
-        multi_processor_count=108,
-        shared_memory_per_block_optin=163 << 10,
-        major=capability[0],
-        minor=capability[1],
-    )
+    memory = {"shared_memory_per_block_optin": 163 << 10, "multi_processor_count": 108}
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], **memory)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA Abacus 80GB")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     with caplog.at_level("WARNING"):

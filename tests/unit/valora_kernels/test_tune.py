@@ -83,10 +83,8 @@ def test_the_fastest_candidate_of_every_shape_is_entered():
 
 
 def test_what_cannot_be_compiled_or_has_no_room_is_left_out():
-    best, wanted = (
-        Tiling("shrink_expand", outputs=128),
-        [(GROUP, Case(16, 4)), (GROUP, Case(64, 4))],
-    )
+    best = Tiling("shrink_expand", outputs=128)
+    wanted = [(GROUP, Case(16, 4)), (GROUP, Case(64, 4))]
     made = tuner(Compiled(refuses=[best]), clock(best))
     while made.go_on(wanted) is Piece.MEASURED:
         pass

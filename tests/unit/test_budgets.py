@@ -13,15 +13,15 @@ BUDGETS = {
     "valora_train": 10_500,
     "data/valora_data": 9_148,
     "teachers/valora_teachers": 1_600,
-    "kernels/valora_kernels": 4_063,
+    "kernels/valora_kernels": 4_003,
     "valora_serve": 28_579,
     "tests/*/valora_train": 6_909,
     "tests/*/valora_data": 3_472,
     "tests/*/valora_teachers": 1_111,
-    "tests/*/valora_kernels": 2_086,
+    "tests/*/valora_kernels": 2_083,
     "tests/*/valora_serve": 24_648,
     "tests/unit/bench": 1_561,
-    BENCH: 12_584,
+    BENCH: 12_581,
 }
 
 

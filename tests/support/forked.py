@@ -117,9 +117,7 @@ class ForkedWorker(Forked):
 
 
 def _work(pipe):
-    from valora_serve.engine import worker
-
-    os._exit(worker.main([str(pipe.fileno())]))
+    os._exit(workers.main([str(pipe.fileno())]))
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class Engine:
                 raise errors.SettingsError(
                     "tensor_parallel: expected no model, as each process reads its own part"
                 )
-            self.workers = Workers(settings)
+            self.workers = Workers(Engine, settings)
             group = self.workers.group
         try:
             with self._explained():

@@ -1,7 +1,8 @@
-"""The other processes of a tensor-parallel group, and what rank 0 has them do.
+"""The other processes of a tensor-parallel group: what rank 0 has them do, and how they do it.
 
 Every rank has an engine. What rank 0 calls of its runner, weights and memory is sent to the
 workers, which call it in the same order, so that their collectives meet. One that ends, ends all.
+`python -m valora_serve.engine.workers` is a worker.
 """
 
 from __future__ import annotations
@@ -22,17 +23,23 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from valora_data.contract.contexts import FILE_BYTES
+from valora_data.contract.files import read_safetensors
 from valora_data.errors import ValoraError
+from valora_data.hashing import file_hash
+from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.engine import sizing
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import AdapterError, SettingsError, StoppedError
@@ -43,6 +50,7 @@ from valora_serve.model.runner import ModelRunner
 from valora_serve.model.sampler import TokenChoice, sample
 from valora_serve.model.split_model import check_split
 from valora_serve.parallel.group import Group, make_store
+from valora_serve.pauses import short_pauses
 from valora_serve.types import SamplingParams
 
 log = logging.getLogger(__name__)
@@ -57,7 +65,6 @@ EVERYWHERE = (
     "lmm.linears.merge", "lmm.linears.unmerge", "lmm.linears.is_finite",
 )  # fmt: skip
 """What all ranks call of their engines when rank 0 does."""
-
 
 CHOICES = [TokenChoice(SamplingParams(temperature=1.0 - greedy)) for greedy in (False, True)]
 
@@ -127,15 +134,15 @@ def device_of(settings: EngineSettings, rank: int) -> torch.device:
 
 
 class Workers:
-    """The processes of all ranks but 0, which this one is.
+    """The processes of all ranks but 0, whose engines `make(settings, group=group)` makes.
 
     A `SettingsError` says that they cannot share the model; a `StoppedError`, here and later, that
     one has ended: then `lost` says why, and `on_lost` is called with it in another thread.
     """
 
-    module: ClassVar[str] = "valora_serve.engine.worker"
+    module: ClassVar[str] = "valora_serve.engine.workers"
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, make: Callable[..., Any], settings: EngineSettings) -> None:
         self.lost: str | None = None
         self.on_lost: Callable[[str], None] = lambda _: None
         self.group: Group | None = None
@@ -156,13 +163,13 @@ class Workers:
         level = logging.getLogger().getEffectiveLevel()
         try:
             for rank in range(1, size):
-                self._start((settings, rank, store.port, torch.get_num_threads(), level))
+                self._start((make, settings, rank, store.port, torch.get_num_threads(), level))
             threading.Thread(target=self._watch, name="workers", daemon=True).start()
             self._await(STARTED)
             with self.explained():
                 self.group = Group.join(0, size, device, store)
         except BaseException:
-            self._end_all()
+            self.close()
             raise
 
     def _start(self, orders: tuple[object, ...]) -> None:
@@ -177,8 +184,6 @@ class Workers:
             ))  # fmt: skip
         self._pipes.append(ours)
         ours.send(orders)
-
-    # ------------------------------------------------------------------ calls
 
     def lead(self, engine: Any) -> None:
         """Wait for the workers' engines; from now on they do what this one does."""
@@ -219,7 +224,7 @@ class Workers:
         number = self.call("copy", path, self._packed[entry.packed], entry.pages, entry.slot)
         if (copied := method(entry)) is None:  # as on all CPUs before their next step
             return None
-        return SimpleNamespace(query=lambda: copied.query() and bool(self._answers_to(number)))
+        return SimpleNamespace(query=lambda: copied.query() and bool(self.call("await", number)))
 
     def _pack(self, _: str, method: Callable[..., Any], what: Any, *more: Any) -> Any:
         """Pack an adapter, or a prefix by its name, file and content hash; each rank its part."""
@@ -237,19 +242,13 @@ class Workers:
         weakref.finalize(packed, self._dropped.append, number).atexit = False
         return packed
 
-    def _answers_to(self, number: int) -> list[Any] | None:
-        """Return the workers' answers to a call once, when all are there."""
-        complete = len(self._answers[number]) == len(self.processes)
-        return self._answers.pop(number) if complete else None
-
     def _await(self, number: int) -> list[Any]:
+        """Wait for all workers' answers to a call."""
+        answers, size = self._answers[number], len(self.processes)
         with self._news:
-            found = self._news.wait_for(lambda: self.lost or self._answers_to(number))
+            self._news.wait_for(lambda: self.lost or len(answers) == size)
         self.check()
-        assert isinstance(found, list)
-        return found
-
-    # ------------------------------------------------------------------ the end
+        return self._answers.pop(number)
 
     def check(self) -> None:
         """Raise a `StoppedError` if a process has ended."""
@@ -302,28 +301,17 @@ class Workers:
         self.on_lost(reason)
 
     def close(self) -> None:
-        """Stop the workers."""
+        """End the workers, which have nothing to put in order, and leave the group."""
         if self._closing:
             return
         self._closing = True
-        with contextlib.suppress(Exception):
-            self.call("stop")
-        assert self.group is not None
-        until = time.monotonic() + STOP_SECONDS
-        leaving = threading.Thread(target=self.group.leave, daemon=True)
-        leaving.start()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            for process in self.processes:
-                process.wait(max(0.0, until - time.monotonic()))
-        leaving.join(max(0.1, until - time.monotonic()))
-        self._end_all()
-
-    def _end_all(self) -> None:
-        self._closing = True
-        for process, pipe in zip(self.processes, self._pipes, strict=True):
+        for process in self.processes:
             process.kill()
             process.wait()
-            pipe.close()
+        if self.group is not None:
+            leaving = threading.Thread(target=self.group.leave, daemon=True)
+            leaving.start()
+            leaving.join(STOP_SECONDS)
 
 
 def _end_of(process: subprocess.Popen[bytes]) -> str:
@@ -334,3 +322,105 @@ def _end_of(process: subprocess.Popen[bytes]) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"
+
+
+class Worker:
+    """Calls of an engine what rank 0 calls; `answer` sends a call's number and its result back."""
+
+    def __init__(self, engine: Any, answer: Callable[[int, object], None]) -> None:
+        self._engine, self._answer = engine, answer
+        self._packed: dict[int, Any] = {}  # adapters and prefixes, by the number of the call
+        self._copied: dict[int, torch.cuda.Event] = {}
+        self._beside = ThreadPoolExecutor(4, "beside")  # packs while steps run
+
+    def do(
+        self, number: int, name: str, arguments: Sequence[Any], tables: Any, dropped: Sequence[int]
+    ) -> None:
+        """Make a call of rank 0; see `Workers.call`."""
+        engine = self._engine
+        engine.adapters.ranks[:], engine.adapters.scalings[:] = tables
+        for one in dropped:
+            self._packed.pop(one, None)  # what could not be packed is not there
+        if name == "pack":
+            self._beside.submit(self._pack, number, *arguments)
+        elif name == "activate":
+            names, how = arguments
+            engine.lmm.linears.activate(names, engine.memory.lora, **how)
+            engine.runner.has_lora = True
+        elif name == "copy":
+            path, packed, pages, slot = arguments
+            entry = SimpleNamespace(packed=self._packed[packed], pages=pages, slot=slot)
+            if (copied := attrgetter(path)(engine)(entry)) is not None:
+                self._copied[number] = copied
+        elif name == "await":  # steps from now on read what was copied
+            self._copied.pop(*arguments).synchronize()
+        else:
+            attrgetter(name)(engine)(*arguments)
+
+    def _pack(self, number: int, source: Path, content: str) -> None:
+        """Read an adapter's folder, or a prefix's file that rank 0 has checked; pack a part."""
+        lmm, memory, wrong = self._engine.lmm, self._engine.memory, None
+        try:
+            if lmm.device.type == "cuda":
+                torch.cuda.set_device(lmm.device)
+            adapter = read_adapter(source, lmm.targets) if source.is_dir() else None
+            if content != (file_hash(source) if adapter is None else adapter.content):
+                wrong = f"{source} was changed while it was loaded: load it again"
+            elif adapter is not None:
+                self._packed[number] = memory.pack(adapter)
+            else:
+                _, tensors = read_safetensors(source, FILE_BYTES)
+                parts = (tensors[name][:, lmm.own_kv_heads] for name in ("keys", "values"))
+                self._packed[number] = memory.pack_prefix(source.stem, content, *parts)
+        except ValoraError as error:
+            wrong = str(error)
+        except Exception as error:
+            log.exception("packing %s", source)
+            wrong = f"{source} cannot be packed: {error}"
+        self._answer(number, wrong)
+
+
+def _end_with(parent: int) -> None:
+    """End with rank 0, also while a collective waits for it."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Entry point of a worker; the argument is the file descriptor of a pipe to rank 0."""
+    for one in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends this process
+        signal.signal(one, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    pipe, sending = Connection(int(arguments[0])), threading.Lock()
+
+    def answer(number: int, value: object) -> None:
+        with sending:
+            pipe.send((number, value))
+
+    try:
+        make, settings, rank, port, threads, level = pipe.recv()
+        logging.basicConfig(level=level, format=f"[GPU {rank}] %(levelname)s %(message)s")
+        torch.set_num_threads(threads)
+        answer(STARTED, None)
+        size = settings.tensor_parallel
+        group = Group.join(rank, size, device_of(settings, rank), make_store(size, port))
+        worker = Worker(make(settings, group=group), answer)
+        answer(READY, None)
+        with short_pauses():
+            while True:
+                worker.do(*pickle.loads(pipe.recv_bytes()))
+    except (EOFError, ConnectionError):
+        pass  # rank 0 is gone
+    except Exception as error:
+        if not isinstance(error, ValoraError):
+            log.exception("this process of the tensor-parallel group failed")
+        with contextlib.suppress(OSError):
+            answer(FAILED, str(error) or type(error).__name__)
+    return 1
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # threads and collectives under way are not waited for

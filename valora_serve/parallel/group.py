@@ -202,6 +202,8 @@ class Group:
             dist.distributed_c10d._get_default_group().abort()
 
     def leave(self) -> None:
-        """Leave the group."""
+        """Leave the group, whose other processes have ended."""
         if dist.is_initialized():
+            if self.device.type == "cuda":  # which would wait for theirs
+                dist.distributed_c10d._get_default_group().abort()
             dist.destroy_process_group()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from valora_serve.engine import worker
+from valora_serve.engine import workers
 from valora_serve.parallel.group import Group, PeerMemory
 
 SILENT = "VALORA_BENCH_SILENT"
@@ -33,6 +33,6 @@ def change() -> None:
 
 if __name__ == "__main__":
     change()
-    code = worker.main(sys.argv[1:])
+    code = workers.main(sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)

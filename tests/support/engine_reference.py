@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -92,13 +93,14 @@ class Reference:
         base: Id or folder of the base model.
         adapters: Folders by name.
         dtype: Dtype of weights and computation.
+        device: Where it computes.
     """
 
-    def __init__(self, base, adapters, dtype=torch.float32):
+    def __init__(self, base, adapters, dtype=torch.float32, device="cpu"):
         source = base_folder(base)
         self.processor = load_processor(source)
         model = auto_class(source).from_pretrained(source, dtype=dtype)
-        self.model = model.eval().requires_grad_(False)
+        self.model = model.eval().requires_grad_(False).to(device)
         for name, folder in adapters.items():
             if isinstance(self.model, PeftModel):
                 self.model.load_adapter(str(folder), name)
@@ -143,12 +145,23 @@ class Reference:
             text=[text], return_tensors="pt", add_special_tokens=special, **kwargs
         )
 
-    def _answer(self, request):
-        inputs = self.inputs(request)
-        extra = {"eos_token_id": -1} if request.sampling.ignore_eos else {}
+    @contextmanager
+    def _of(self, request):
+        """Have a request's adapter, and yield its inputs where the model computes."""
+        inputs = {name: value.to(self.model.device) for name, value in self.inputs(request).items()}
+        if not isinstance(self.model, PeftModel):
+            yield inputs
+        elif request.model is None:
+            with self.model.disable_adapter():
+                yield inputs
+        else:
+            self.model.set_adapter(request.model)
+            yield inputs
 
-        def generate():
-            return self.model.generate(
+    def _answer(self, request):
+        extra = {"eos_token_id": -1} if request.sampling.ignore_eos else {}
+        with self._of(request) as inputs:
+            found = self.model.generate(
                 **inputs,
                 max_new_tokens=request.sampling.max_tokens,
                 do_sample=False,
@@ -156,17 +169,20 @@ class Reference:
                 return_dict_in_generate=True,
                 **extra,
             )
-
-        if not isinstance(self.model, PeftModel):
-            found = generate()
-        elif request.model is None:
-            with self.model.disable_adapter():
-                found = generate()
-        else:
-            self.model.set_adapter(request.model)
-            found = generate()
         new = found.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return Expected(new, torch.cat(found.logits).float())
+
+    @torch.no_grad()
+    def score(self, request, answer):
+        """Return log probabilities of a prompt's tokens from the second on, and of an answer's."""
+        with self._of(request) as inputs:
+            more = {"input_ids": answer, "attention_mask": [1] * len(answer)}
+            more["mm_token_type_ids"] = [0] * len(answer)
+            for name in more.keys() & inputs.keys():
+                inputs[name] = torch.cat([inputs[name], inputs[name].new_tensor([more[name]])], 1)
+            logits = self.model(**inputs).logits[0, :-1].float()
+            ids = inputs["input_ids"][0, 1:]
+        return logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].cpu()
 
 
 @dataclass
@@ -206,7 +222,7 @@ def _loaded(base, dtype):
 
 
 def make_engine(base, adapters=None, *, fresh=False, **settings):
-    """Return an engine on the CPU, in fp32 by default, with the estimated cost model.
+    """Return an engine, by default on the CPU in fp32, with the estimated cost model.
 
     Args:
         base: Id or folder of the base model.
@@ -216,14 +232,14 @@ def make_engine(base, adapters=None, *, fresh=False, **settings):
     """
     chosen = {
         "pages": 512, "max_requests": 16, "max_tokens": 512, "chunk": 256, "max_adapters": 8,
-        "slots": 8, "max_rank": 16, "profile": False, "dtype": "float32",
+        "slots": 8, "max_rank": 16, "profile": False, "dtype": "float32", "device": "cpu",
     } | settings  # fmt: skip
     cost = load_or_estimate(Path("/nowhere"), "a machine", "a model")
     lmm = None
     if not fresh:
         model, processor = _loaded(base, chosen["dtype"])
         lmm = Lmm(base, copy.deepcopy(model), processor, torch.device("cpu"))
-    engine = Engine(EngineSettings(base=base, device="cpu", **chosen), lmm, cost)
+    engine = Engine(EngineSettings(base=base, **chosen), lmm, cost)
     for name, folder in (adapters or {}).items():
         engine.load(folder, name)
     return engine

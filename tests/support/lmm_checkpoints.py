@@ -107,9 +107,9 @@ def _tokenizer(extra, end="<|im_end|>", **named):
     return tokenizer
 
 
-def _randomize(model, seed):
+def randomize(model, seed):
     """Weights that keep the size of what goes through; biases and norms that do something."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if any(word in name for word in ("norm", "ln_q", "lambda")):
@@ -124,14 +124,14 @@ def _randomize(model, seed):
         # So that the likeliest token is so by far more than fp32 can blur.
         if model.lm_head.weight is model.get_input_embeddings().weight:
             # Small beside what layers add, as otherwise each token would be followed by itself.
-            model.lm_head.weight.mul_(0.1)
+            model.lm_head.weight.mul_(0.8 * model.lm_head.weight.shape[1] ** -0.5)
             model.get_decoder().norm.weight.mul_(10.0)
         else:
             model.lm_head.weight.mul_(3.0)
 
 
 def _save(folder, model, processor, seed):
-    _randomize(model, seed)
+    randomize(model, seed)
     tokenizer = getattr(processor, "tokenizer", processor)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id

@@ -187,8 +187,8 @@ class Service:
 
     async def ask_together(
         self, asked: Sequence[tuple[Ticket, Request]], headers: Mapping[str, str]
-    ) -> list[list[Output] | ServeError]:
-        """Outputs of requests about the same images, which share passes; or the error of each."""
+    ) -> list[Output | ServeError]:
+        """Answers to requests about the same images, which share passes; or the error of each."""
         first, *others = [self._sent(request, stream=False) for _, request in asked]
         found: dict[str, list[Output]] = {request.id: [] for _, request in asked}
 
@@ -203,36 +203,33 @@ class Service:
             for output in found[request.id]:
                 yield output
 
-        async def whole(ticket: Ticket, request: Request) -> list[Output] | ServeError:
+        async def answer(ticket: Ticket, request: Request) -> Output | ServeError:
             asking = self.ask(ticket, request, headers, stream=False, answering=replayed(request))
             try:
-                async with contextlib.aclosing(asking) as outputs:
-                    return [output async for output in outputs]
+                return await _whole(asking)
             except ServeError as error:
                 return error
 
         collecting = asyncio.ensure_future(collect())
         try:
-            return await gathered(*(whole(*one) for one in asked), at_once=len(asked))
+            return await gathered(*(answer(*one) for one in asked), at_once=len(asked))
         finally:
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
 
     async def ask_all(
         self, ticket: Ticket, requests: Sequence[Request], headers: Mapping[str, str]
-    ) -> list[list[Output]]:
-        """Outputs of several requests, of which many run at once; all end if one fails."""
+    ) -> list[Output]:
+        """Answers to several requests, of which many run at once; all end if one fails."""
         arrived = time.monotonic()
 
-        async def whole(request: Request) -> list[Output]:
+        async def answer(request: Request) -> Output:
             if request.deadline is not None:
                 left = request.deadline - (time.monotonic() - arrived)
                 request = dataclasses.replace(request, deadline=max(left, MIN_DEADLINE))
-            asked = self.ask(ticket, request, headers, stream=False)
-            async with contextlib.aclosing(asked) as outputs:
-                return [output async for output in outputs]
+            return await _whole(self.ask(ticket, request, headers, stream=False))
 
-        return await gathered(*map(whole, requests), at_once=AT_ONCE)
+        return await gathered(*map(answer, requests), at_once=AT_ONCE)
 
     @staticmethod
     def numbered(request: Request, count: int) -> list[Request]:
@@ -284,6 +281,18 @@ class Ticket:
         """Count all requests that are left as failed."""
         while self._left:
             self.leave(None)
+
+
+async def _whole(asking: AsyncGenerator[Output, None]) -> Output:
+    """The outputs of an answer as one."""
+    async with contextlib.aclosing(asking) as outputs:
+        found = [output async for output in outputs]
+    return dataclasses.replace(
+        found[-1],
+        text="".join(one.text for one in found),
+        logprobs=tuple(item for one in found for item in one.logprobs),
+        prompt=next((one.prompt for one in found if one.prompt is not None), None),
+    )
 
 
 async def merged(

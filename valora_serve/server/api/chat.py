@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,7 +44,7 @@ from valora_serve.server.api.tools import AnswerReader, Tools, tools_of
 from valora_serve.server.api.vision import looked, of_bundle
 from valora_serve.server.context import ServerContext
 from valora_serve.server.telemetry.logs import new_id
-from valora_serve.types import Output, TokenLogprobs
+from valora_serve.types import Output
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -195,33 +194,24 @@ class Chat:
 
     async def json(self) -> bytes:
         """Wait for the whole answer, as JSON."""
-        texts: dict[int, str] = defaultdict(str)
-        logprobs: dict[int, list[TokenLogprobs]] = defaultdict(list)
-        lasts: dict[int, Output] = {}
-        async with contextlib.aclosing(self._outputs(stream=False)) as outputs:
-            async for number, output in outputs:
-                texts[number] += self._text(output)
-                logprobs[number] += output.logprobs
-                if output.finish is not None:
-                    lasts[number] = output
-        order, choices = sorted(lasts), []
-        for n in order:
-            message = AnswerReader(self.tools).message(texts[n])
-            reason = common.finish_reason(lasts[n], call=bool(message.tool_calls))
-            choices.append(ChatChoice(index=n, message=message, finish_reason=reason))
+        lasts, choices = await self._answers(), []
+        for number, last in enumerate(lasts):
+            message = AnswerReader(self.tools).message(self._text(last))
+            reason = common.finish_reason(last, call=bool(message.tool_calls))
+            choices.append(ChatChoice(index=number, message=message, finish_reason=reason))
         body = ChatAnswer(
             id=self.id,
             created=self.created,
             model=self.model,
             choices=choices,
-            usage=common.usage(lasts[n] for n in order),
+            usage=common.usage(lasts),
             valora=common.valora_block(self.arrival.model, lasts[0], self.sizes, self.warnings),
         ).model_dump()
 
         def made() -> bytes:
-            for n, choice in zip(order, body["choices"], strict=True):
+            for last, choice in zip(lasts, body["choices"], strict=True):
                 if self.body.logprobs:
-                    content = common.chat_logprobs(logprobs[n])
+                    content = common.chat_logprobs(last.logprobs)
                     choice["logprobs"] = {"content": content, "refusal": None}
             return common.to_json(body)
 
@@ -258,15 +248,19 @@ class Chat:
 
     async def _outputs(self, *, stream: bool) -> AsyncGenerator[tuple[int, Output], None]:
         """Outputs of all choices as they come, each with the number of its choice."""
-        if self.groups > 1:
-            lasts = [outputs[-1] for outputs in await self.arrival.ask_all(self.requests)]
-            for number, start in enumerate(range(0, len(lasts), self.groups)):
-                yield number, common.joined(lasts[start : start + self.groups])
+        if not stream or self.groups > 1:
+            for found in enumerate(await self._answers()):
+                yield found
             return
-        asking = self.arrival.outputs(self.requests, stream=stream)
-        async with contextlib.aclosing(asking) as outputs:
+        async with contextlib.aclosing(self.arrival.outputs(self.requests)) as outputs:
             async for found in outputs:
                 yield found
+
+    async def _answers(self) -> list[Output]:
+        lasts, each = await self.arrival.ask_all(self.requests), self.groups
+        if each == 1:
+            return lasts
+        return [common.joined(lasts[at : at + each]) for at in range(0, len(lasts), each)]
 
     def _event(
         self, number: int, delta: dict[str, Any], output: Output | None = None

@@ -112,31 +112,25 @@ class _Completion:
 
     async def json(self) -> bytes:
         """Wait for the whole answer, as JSON."""
-        whole: dict[int, _Part] = {}
-        lasts: dict[int, Output] = {}
-        async with contextlib.aclosing(self._parts(stream=False)) as parts:
-            async for number, part, output in parts:
-                whole.setdefault(number, _Part()).append(part)
-                if output.finish is not None:
-                    lasts[number] = output
-        order = sorted(lasts)
+        lasts = await self.arrival.ask_all(self.requests)
+        parts = [await self._part(number, last) for number, last in enumerate(lasts)]
         body = CompletionAnswer(
             id=self.id,
             created=self.created,
             model=self.arrival.model.name,
             choices=[
                 CompletionChoice(
-                    index=n, text=whole[n].text, finish_reason=self._finish_reason(lasts[n])
+                    index=n, text=parts[n].text, finish_reason=self._finish_reason(last)
                 )
-                for n in order
+                for n, last in enumerate(lasts)
             ],
-            usage=self._used([lasts[n] for n in order]),
+            usage=self._used(lasts),
             valora=self._block(lasts[0]),
         ).model_dump()
         if self.body.logprobs is None:
             return common.to_json(body)
-        for n, choice in zip(order, body["choices"], strict=True):
-            choice["logprobs"] = whole[n].logprobs
+        for part, choice in zip(parts, body["choices"], strict=True):
+            choice["logprobs"] = part.logprobs
         return await asyncio.to_thread(common.to_json, body)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -144,8 +138,11 @@ class _Completion:
         lasts: dict[int, Output] = {}
         base = {"id": self.id, "object": "text_completion", "created": self.created,
                 "model": self.arrival.model.name}  # fmt: skip
-        async with contextlib.aclosing(self._parts(stream=True)) as parts:
-            async for number, part, output in parts:
+        begun: dict[int, int] = {}  # where the answers begin, behind what is echoed
+        async with contextlib.aclosing(self.arrival.outputs(self.requests)) as outputs:
+            async for number, output in outputs:
+                part = await self._part(number, output, begun.get(number))
+                begun[number] = part.start
                 if output.finish is None and not part.text and not part.logprobs["tokens"]:
                     continue
                 logprobs = None if self.body.logprobs is None else part.logprobs
@@ -161,27 +158,19 @@ class _Completion:
             used = self._used([lasts[number] for number in sorted(lasts)])
             yield base | {"choices": [], "usage": used.model_dump()}
 
-    async def _parts(self, *, stream: bool) -> AsyncGenerator[tuple[int, _Part, Output], None]:
-        """What is new of each answer, whose first part begins with the prompt if that is echoed."""
-        begun: dict[int, int] = {}  # where the answers begin, behind what is echoed
-        asking = self.arrival.outputs(self.requests, stream=stream)
-        async with contextlib.aclosing(asking) as outputs:
-            async for number, output in outputs:
-                part = _Part(begun.get(number, 0))
-                if self.body.echo and number not in begun:
-                    await self._echo(part, number, output)
-                begun[number] = part.start
-                if self.body.max_tokens != 0:
-                    part.add(output)
-                yield number, part, output
-
-    async def _echo(self, part: _Part, number: int, output: Output) -> None:
-        request, tokenizer = self.requests[number], self.arrival.context.service.engine.tokenizer
-        text = request.text
-        part.text = tokenizer.decode(request.token_ids) if text is None else text
-        if output.prompt is not None:
-            await part.add_prompt(output.prompt, tokenizer)
-        part.start = len(part.text)
+    async def _part(self, number: int, output: Output, start: int | None = None) -> _Part:
+        """What is new of an answer, which begins with the prompt if that is echoed."""
+        part = _Part(start or 0)
+        if self.body.echo and start is None:
+            request = self.requests[number]
+            text, tokenizer = request.text, self.arrival.context.service.engine.tokenizer
+            part.text = tokenizer.decode(request.token_ids) if text is None else text
+            if output.prompt is not None:
+                await part.add_prompt(output.prompt, tokenizer)
+            part.start = len(part.text)
+        if self.body.max_tokens != 0:
+            part.add(output)
+        return part
 
     def _finish_reason(self, last: Output) -> str:
         return "length" if self.body.max_tokens == 0 else common.finish_reason(last)
@@ -208,12 +197,6 @@ class _Part:
         self.logprobs: dict[str, list[Any]] = {
             "tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []
         }  # fmt: skip
-
-    def append(self, part: _Part) -> None:
-        """Add the next part."""
-        self.text += part.text
-        for name, items in part.logprobs.items():
-            self.logprobs[name] += items
 
     def add(self, output: Output) -> None:
         """Add what an output of the engine brings."""

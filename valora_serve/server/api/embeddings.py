@@ -43,8 +43,7 @@ def router(context: ServerContext) -> APIRouter:
             types.Request(f"{identity}-{number}", **common, **prompt)
             for number, prompt in enumerate(prompts)
         ]
-        answers = await until_disconnect(request.receive, arrival.ask_all(requests))
-        lasts = [outputs[-1] for outputs in answers]
+        lasts = await until_disconnect(request.receive, arrival.ask_all(requests))
         # A thread, as many long vectors take seconds.
         return answer(await asyncio.to_thread(_encoded, lasts, arrival.model.name, body))
 

@@ -200,18 +200,18 @@ class Arrival:
         """Context in which requests to the engine are admitted."""
         return self.context.service.admitted(self.model, requests[0].deadline, len(requests))
 
-    async def ask_all(self, requests: Sequence[Request]) -> list[list[Output]]:
-        """All outputs of several requests, which are admitted together."""
+    async def ask_all(self, requests: Sequence[Request]) -> list[Output]:
+        """The answers to several requests, which are admitted together."""
         with self.admitted(requests) as ticket:
             return await self.context.service.ask_all(ticket, requests, dict(self.http.headers))
 
     async def outputs(
-        self, requests: Sequence[Request], *, stream: bool
+        self, requests: Sequence[Request]
     ) -> AsyncGenerator[tuple[int, Output], None]:
         """Outputs of several requests as they come, each with the number of its request."""
         service, headers = self.context.service, dict(self.http.headers)
         with self.admitted(requests) as ticket:
-            streams = [service.ask(ticket, one, headers, stream=stream) for one in requests]
+            streams = [service.ask(ticket, one, headers) for one in requests]
             async with contextlib.aclosing(merged(streams)) as found:
                 async for item in found:
                     yield item

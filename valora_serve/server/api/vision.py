@@ -184,9 +184,9 @@ async def _asked(
         found = await until_disconnect(http.receive, asking)
     answers: dict[str, VisionAnswer] = {}
     for place, (name, (_, _, said)) in enumerate(asked.items()):
-        outputs = [row[place] for row in found]
-        if (wrong := next((one for one in outputs if isinstance(one, ServeError)), None)) is None:
-            answers[name] = _answered(arrivals[name], outputs, shown, said)
+        lasts = [row[place] for row in found]
+        if (wrong := next((one for one in lasts if isinstance(one, ServeError)), None)) is None:
+            answers[name] = _answered(arrivals[name], lasts, shown, said)
         else:
             errors[name] = wrong
     if not answers:
@@ -361,10 +361,9 @@ def _requests(
 
 
 def _answered(
-    arrival: Arrival, answers: Sequence[Any], shown: Sequence[Image], warnings: list[str]
+    arrival: Arrival, lasts: Sequence[Output], shown: Sequence[Image], warnings: list[str]
 ) -> VisionAnswer:
-    lasts, model = [outputs[-1] for outputs in answers], arrival.model
-    last = lasts[-1]
+    last, model = lasts[-1], arrival.model
     return VisionAnswer(
         id="-".join(last.id.split("-")[:2]),
         created=int(time.time()),
@@ -373,7 +372,7 @@ def _answered(
         adapter=model.adapter,
         bundle=model.bundle,
         kind=last.head.kind if last.head is not None else None,
-        results=[_result(outputs, image) for outputs, image in zip(answers, shown, strict=True)],
+        results=[_result(one, image) for one, image in zip(lasts, shown, strict=True)],
         usage=usage(lasts, len(lasts)),
         mode=str(last.mode) if last.mode is not None else None,
         seconds=time.monotonic() - arrival.since,
@@ -381,9 +380,6 @@ def _answered(
     )
 
 
-def _result(outputs: Sequence[Output], image: Image) -> VisionResult:
-    head = outputs[-1].head
-    size: dict[str, Any] = {"width": image.width, "height": image.height}
-    if head is None:
-        return VisionResult(**size, text="".join(output.text for output in outputs))
-    return VisionResult(**size, **head.image_fields(0))
+def _result(last: Output, image: Image) -> VisionResult:
+    found = {"text": last.text} if last.head is None else last.head.image_fields(0)
+    return VisionResult(width=image.width, height=image.height, **found)

@@ -89,7 +89,8 @@ class Limits:
 
 def begin() -> None:
     """Prepare a process: what is loaded later counts for the memory of an image."""
-    import av  # noqa: F401
+    with contextlib.suppress(ImportError):  # said when there is a video
+        import av  # noqa: F401
 
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)  # ends the process, also inside a codec
@@ -233,8 +234,10 @@ def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
     The format is taken from the first bytes and no other is tried, so that formats that refer to
     other files (playlists) are never opened.
     """
-    import av
-
+    try:
+        import av
+    except ImportError as error:
+        raise ServeError(f"Videos cannot be decoded here, as PyAV fails ({error})") from error
     container_format = _video_format(file.read(12))
     file.seek(0)
     if container_format is None:

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError
-from valora_serve.server.api import common
+from valora_serve.server.api import common, schema
 from valora_serve.server.api.domain_prompt import as_measured, check_measured_media
 from valora_serve.server.api.requests import (
     Arrival,
@@ -24,21 +24,6 @@ from valora_serve.server.api.requests import (
     grammar_of,
     read_messages,
     sampling,
-)
-from valora_serve.server.api.schema import (
-    AnswerMessage,
-    ChatAnswer,
-    ChatChoice,
-    ChatRequest,
-    FramesPart,
-    ImagePart,
-    LookRequest,
-    OtherPart,
-    TextPart,
-    Url,
-    UsageAnswer,
-    VideoPart,
-    VisionAnswer,
 )
 from valora_serve.server.api.tools import AnswerReader, Tools, tools_of
 from valora_serve.server.api.vision import looked, of_bundle
@@ -53,11 +38,11 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.post(
         "/v1/chat/completions",
-        response_model=ChatAnswer,
+        response_model=schema.ChatAnswer,
         responses=common.error_answers(event_stream=True),
         summary="Answer a conversation with text, or with a domain's head",
     )
-    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:
         if body.model and not context.service.serves(body.model) and of_bundle(context, body.model):
             return await _bundle_answer(context, request, body)
         chat = await begin(context, request, body)
@@ -66,7 +51,9 @@ def router(context: ServerContext) -> APIRouter:
     return routes
 
 
-async def _bundle_answer(context: ServerContext, http: Request, body: ChatRequest) -> Response:
+async def _bundle_answer(
+    context: ServerContext, http: Request, body: schema.ChatRequest
+) -> Response:
     """Answer with JSON: what each domain of a bundle finds in the user's images or video."""
     since, many = time.monotonic(), (body.n or 1) > 1
     refused = {"tools": body.tools, "response_format": body.response_format, "n": many,
@@ -80,31 +67,32 @@ async def _bundle_answer(context: ServerContext, http: Request, body: ChatReques
     for message in body.messages:
         if message.role == "user" and (content := message.content):
             text = isinstance(content, str)
-            parts += [TextPart.model_construct(text=content)] if text else content
+            parts += [schema.TextPart.model_construct(text=content)] if text else content
     urls = {
         kind: [url for part in parts if isinstance(part, kind) for url in _urls(part)]
-        for kind in (ImagePart, VideoPart, FramesPart)
+        for kind in (schema.ImagePart, schema.VideoPart, schema.FramesPart)
     }
-    if len(urls[VideoPart]) > 1 or any(isinstance(part, OtherPart) for part in parts):
+    if len(urls[schema.VideoPart]) > 1 or any(isinstance(part, schema.OtherPart) for part in parts):
         raise RequestError(f"{body.model} is a bundle: send images, or one video, and text")
-    fields = LookRequest.model_construct(  # what is in it is checked
-        domains=[str(body.model)], images=urls[ImagePart], video=next(iter(urls[VideoPart]), None),
-        frames=urls[FramesPart], min_score=body.valora.min_score, deadline=body.valora.deadline,
-        prompt="\n".join(part.text for part in parts if isinstance(part, TextPart)) or None,
+    fields = schema.LookRequest.model_construct(  # what is in it is checked
+        domains=[str(body.model)], images=urls[schema.ImagePart], frames=urls[schema.FramesPart],
+        video=next(iter(urls[schema.VideoPart]), None),
+        min_score=body.valora.min_score, deadline=body.valora.deadline,
+        prompt="\n".join(part.text for part in parts if isinstance(part, schema.TextPart)) or None,
         max_tokens=body.max_completion_tokens or body.max_tokens, cache_salt=body.cache_salt,
     )  # fmt: skip
     found = await looked(context, http, fields, since, own_prompts=True)
-    used = [one.usage for one in found.values() if isinstance(one, VisionAnswer)]
+    used = [one.usage for one in found.values() if isinstance(one, schema.VisionAnswer)]
     said = {name: one.model_dump(mode="json", exclude_none=True) for name, one in found.items()}
-    answer = AnswerMessage(content=json.dumps(said, ensure_ascii=False))
+    answer = schema.AnswerMessage(content=json.dumps(said, ensure_ascii=False))
     prompt, completion = (
         sum(getattr(one, f"{part}_tokens") for one in used) for part in ("prompt", "completion")
     )
     return common.answer(
-        ChatAnswer(
+        schema.ChatAnswer(
             id=f"chatcmpl-{new_id()}", created=int(time.time()), model=str(body.model),
-            choices=[ChatChoice(index=0, message=answer, finish_reason="stop")],
-            usage=UsageAnswer(
+            choices=[schema.ChatChoice(index=0, message=answer, finish_reason="stop")],
+            usage=schema.UsageAnswer(
                 prompt_tokens=prompt, completion_tokens=completion,
                 total_tokens=prompt + completion,
             ),
@@ -113,14 +101,14 @@ async def _bundle_answer(context: ServerContext, http: Request, body: ChatReques
 
 
 def _urls(part: Any) -> list[Any]:
-    if isinstance(part, FramesPart):
+    if isinstance(part, schema.FramesPart):
         found = part.frames
     else:
-        found = [part.image_url if isinstance(part, ImagePart) else part.video_url]
-    return [one.url if isinstance(one, Url) else one for one in found]
+        found = [part.image_url if isinstance(part, schema.ImagePart) else part.video_url]
+    return [one.url if isinstance(one, schema.Url) else one for one in found]
 
 
-async def begin(context: ServerContext, http: Request, body: ChatRequest) -> Chat:
+async def begin(context: ServerContext, http: Request, body: schema.ChatRequest) -> Chat:
     """Check a chat request, read its images, and make the requests to the engine."""
     arrival = Arrival(context, http, body.valora.deadline)
     model = await arrival.find(body)
@@ -179,7 +167,7 @@ class Chat:
 
     arrival: Arrival
     requests: Sequence[types.Request]
-    body: ChatRequest
+    body: schema.ChatRequest
     id: str
     groups: int
     sizes: Sequence[tuple[int, int]]
@@ -198,8 +186,8 @@ class Chat:
         for number, last in enumerate(lasts):
             message = AnswerReader(self.tools).message(self._text(last))
             reason = common.finish_reason(last, call=bool(message.tool_calls))
-            choices.append(ChatChoice(index=number, message=message, finish_reason=reason))
-        body = ChatAnswer(
+            choices.append(schema.ChatChoice(index=number, message=message, finish_reason=reason))
+        body = schema.ChatAnswer(
             id=self.id,
             created=self.created,
             model=self.model,

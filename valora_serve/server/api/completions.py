@@ -17,7 +17,7 @@ from starlette.responses import Response
 from valora_serve import types
 from valora_serve.errors import RequestError
 from valora_serve.server.access.rules import Access, allow
-from valora_serve.server.api import common
+from valora_serve.server.api import common, schema
 from valora_serve.server.api.domain_prompt import completion_warnings
 from valora_serve.server.api.requests import (
     Arrival,
@@ -26,13 +26,6 @@ from valora_serve.server.api.requests import (
     grammar_of,
     sampling,
     several_of,
-)
-from valora_serve.server.api.schema import (
-    CompletionAnswer,
-    CompletionChoice,
-    CompletionRequest,
-    UsageAnswer,
-    ValoraAnswer,
 )
 from valora_serve.server.context import ServerContext
 from valora_serve.server.telemetry.logs import new_id
@@ -50,19 +43,21 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.post(
         "/v1/completions",
-        response_model=CompletionAnswer,
+        response_model=schema.CompletionAnswer,
         responses=common.error_answers(event_stream=True),
         summary="Complete a text",
     )
     @allow(Access.KEYED, max_body_bytes=most_bytes)
-    async def completions(request: Request, body: CompletionRequest) -> Response:
+    async def completions(request: Request, body: schema.CompletionRequest) -> Response:
         completion = await _begin(context, request, body)
         return await common.respond(request, completion, stream=body.stream)
 
     return routes
 
 
-async def _begin(context: ServerContext, http: Request, body: CompletionRequest) -> _Completion:
+async def _begin(
+    context: ServerContext, http: Request, body: schema.CompletionRequest
+) -> _Completion:
     arrival = Arrival(context, http, body.valora.deadline)
     model, count = await arrival.find(body), body.n or 1
     if body.best_of not in (None, count):
@@ -107,19 +102,19 @@ class _Completion:
     requests: Sequence[types.Request]
     prompts: int
     id: str
-    body: CompletionRequest
+    body: schema.CompletionRequest
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def json(self) -> bytes:
         """Wait for the whole answer, as JSON."""
         lasts = await self.arrival.ask_all(self.requests)
         parts = [await self._part(number, last) for number, last in enumerate(lasts)]
-        body = CompletionAnswer(
+        body = schema.CompletionAnswer(
             id=self.id,
             created=self.created,
             model=self.arrival.model.name,
             choices=[
-                CompletionChoice(
+                schema.CompletionChoice(
                     index=n, text=parts[n].text, finish_reason=self._finish_reason(last)
                 )
                 for n, last in enumerate(lasts)
@@ -175,12 +170,12 @@ class _Completion:
     def _finish_reason(self, last: Output) -> str:
         return "length" if self.body.max_tokens == 0 else common.finish_reason(last)
 
-    def _block(self, last: Output) -> ValoraAnswer:
+    def _block(self, last: Output) -> schema.ValoraAnswer:
         return common.valora_block(
             self.arrival.model, last, (), completion_warnings(self.arrival.model)
         )
 
-    def _used(self, lasts: Sequence[Output]) -> UsageAnswer:
+    def _used(self, lasts: Sequence[Output]) -> schema.UsageAnswer:
         """Token counts of the response; a token that is left out does not count."""
         used = common.usage(lasts, self.prompts)
         if self.body.max_tokens != 0:

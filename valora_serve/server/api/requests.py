@@ -15,20 +15,7 @@ from starlette.requests import Request as HttpRequest
 
 from valora_serve.errors import DeadlineError, ImageError, RequestError, TooLongError
 from valora_serve.server.access.guard import caller
-from valora_serve.server.api.schema import (
-    ChatRequest,
-    CompletionRequest,
-    ContentPart,
-    EmbeddingRequest,
-    FramesPart,
-    ImagePart,
-    Message,
-    OtherPart,
-    RefusalPart,
-    TextPart,
-    Url,
-    VideoPart,
-)
+from valora_serve.server.api import schema
 from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.context import ServerContext
@@ -46,7 +33,7 @@ _ROLES = {"developer": "system", "tool": "user", "function": "user"}
 
 
 def sampling(
-    body: ChatRequest | CompletionRequest,
+    body: schema.ChatRequest | schema.CompletionRequest,
     context: ServerContext,
     *,
     max_tokens: int | None,
@@ -93,7 +80,9 @@ def answer_tokens(model: ServedModel, context: ServerContext) -> int:
     return model.max_tokens or context.settings.answer_tokens
 
 
-def grammar_of(body: ChatRequest | CompletionRequest, context: ServerContext) -> Grammar | None:
+def grammar_of(
+    body: schema.ChatRequest | schema.CompletionRequest, context: ServerContext
+) -> Grammar | None:
     """The grammar of the answer's format; None for free text."""
     form = body.response_format
     if form is None or form.type == "text":
@@ -102,9 +91,9 @@ def grammar_of(body: ChatRequest | CompletionRequest, context: ServerContext) ->
         return Grammar.json({"type": "object"})
     if form.json_schema is None:
         raise RequestError("response_format is json_schema, but holds none: put json_schema")
-    schema, strict = form.json_schema.schema_, form.json_schema.strict
+    wanted, strict = form.json_schema.schema_, form.json_schema.strict
     strict = bool(strict or context.settings.strict_schemas)
-    return Grammar.json(True if schema is None else schema, strict=strict)
+    return Grammar.json(True if wanted is None else wanted, strict=strict)
 
 
 def check_head(model: ServedModel, *, as_json: bool, calls: bool) -> None:
@@ -127,7 +116,9 @@ class Arrival:
         self.context, self.http = context, http
         self.wanted, self.since = wanted, time.monotonic()
 
-    async def find(self, body: ChatRequest | CompletionRequest | EmbeddingRequest) -> ServedModel:
+    async def find(
+        self, body: schema.ChatRequest | schema.CompletionRequest | schema.EmbeddingRequest
+    ) -> ServedModel:
         """Find, or load, the model of a request, or the first of its adapters with weights."""
         model = await self._found(body.model)
         mixed = [(await self._found(one.name), one.weight) for one in body.valora.adapters or ()]
@@ -218,7 +209,7 @@ class Arrival:
 
 
 async def read_messages(
-    messages: Sequence[Message], context: ServerContext, pixels: Pixels, told: str = ""
+    messages: Sequence[schema.Message], context: ServerContext, pixels: Pixels, told: str = ""
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
     """Read the messages of a chat request, whose system prompt then ends with the text `told`.
 
@@ -252,7 +243,7 @@ class _Reading:
         self._result = False  # whether the last message was a tool's result
         self._media, self._pixels = context.media, pixels
 
-    def add(self, number: int, message: Message) -> None:
+    def add(self, number: int, message: schema.Message) -> None:
         """Add a message."""
         content = message.content
         if message.role == "assistant":
@@ -302,22 +293,22 @@ class _Reading:
                 f"The request has {count} images and videos, more than {most}: send fewer"
             )
 
-    def _part(self, number: int, part: ContentPart) -> dict[str, Any]:
-        if isinstance(part, ImagePart):
+    def _part(self, number: int, part: schema.ContentPart) -> dict[str, Any]:
+        if isinstance(part, schema.ImagePart):
             self.images.append(self._media.image(_url(part.image_url), self._pixels))
             return {"type": "image"}
-        if isinstance(part, VideoPart):
+        if isinstance(part, schema.VideoPart):
             self.videos.append(self._media.video(_url(part.video_url), self._pixels))
             return {"type": "video"}
-        if isinstance(part, FramesPart):
+        if isinstance(part, schema.FramesPart):
             self.videos.append(self._media.frames(list(map(_url, part.frames)), self._pixels))
             return {"type": "video"}
-        if isinstance(part, OtherPart):
+        if isinstance(part, schema.OtherPart):
             raise RequestError(
                 f"messages.{number} has a part of type {part.type}, which the model cannot read: "
                 "send text, image_url, video_url or frames"
             )
-        text = part.refusal if isinstance(part, RefusalPart) else part.text
+        text = part.refusal if isinstance(part, schema.RefusalPart) else part.text
         self.chars += len(text)
         return {"type": "text", "text": text}
 
@@ -350,9 +341,9 @@ def as_prompt(item: str | list[int]) -> dict[str, Any]:
     return {"text": item} if isinstance(item, str) else {"token_ids": tuple(item)}
 
 
-def _text_part(text: str) -> TextPart:
-    return TextPart(type="text", text=text)
+def _text_part(text: str) -> schema.TextPart:
+    return schema.TextPart(type="text", text=text)
 
 
-def _url(item: Url | MediaUrl) -> MediaUrl:
-    return item.url if isinstance(item, Url) else item
+def _url(item: schema.Url | MediaUrl) -> MediaUrl:
+    return item.url if isinstance(item, schema.Url) else item

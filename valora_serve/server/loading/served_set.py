@@ -18,18 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.files import UnreadableError, read_json
 from valora_data.errors import ValoraError
-from valora_serve.errors import (
-    AdapterError,
-    BusyError,
-    MissingAdapterError,
-    ServeError,
-    SettingsError,
-    SourceError,
-    StorageError,
-    UnknownModelError,
-    disk_remedy,
-    pickle_error,
-)
+from valora_serve import errors
 from valora_serve.server.loading.state_file import KINDS, SavedState, StateFile, check_content
 from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, leads_inside
 from valora_serve.server.telemetry import logs
@@ -138,7 +127,7 @@ class ServedSet:
             except Exception as error:  # noqa: BLE001 - the others are served all the same
                 problems.append(f"{kind} {name} is not served again: {error}")
                 logs.LOG.error("%s", problems[-1])
-                if isinstance(error, MissingAdapterError):
+                if isinstance(error, errors.MissingAdapterError):
                     self._waiting.setdefault(error.adapter, []).append(name)
         return problems
 
@@ -234,7 +223,7 @@ class ServedSet:
         """Check that a name is free, or that of something which may be replaced."""
         taken = self._served(name)
         if taken and not (replace and (name in self._state.of(kind) or name in self._found)):
-            raise BusyError(f"The name {name} is taken by a served {taken.kind}: {remedy}")
+            raise errors.BusyError(f"The name {name} is taken by a served {taken.kind}: {remedy}")
 
     def _served(self, name: str) -> ServedModel | None:
         return next((model for model in self._engine.models() if model.name == name), None)
@@ -253,14 +242,14 @@ class ServedSet:
             if self._served(name) is not None:
                 return
             if self.reserves(name):
-                raise UnknownModelError(
+                raise errors.UnknownModelError(
                     f"There is no model {name!r}, and its name is kept for what an operator has "
                     "loaded: name one of /v1/models"
                 )
             try:
                 await asyncio.to_thread(_check_adapter, folder)
             except OSError as error:
-                raise SourceError(
+                raise errors.SourceError(
                     f"Adapter {name} was taken out of the adapter cache meanwhile: ask again"
                 ) from error
             await self._engine.load_adapter(name, folder)
@@ -298,7 +287,9 @@ class ServedSet:
         name = wanted.name
         async with self._alone() as new:
             if self._folder is None:
-                raise AdapterError("Nothing can be made at run time: start with --adapter-folder")
+                raise errors.AdapterError(
+                    "Nothing can be made at run time: start with --adapter-folder"
+                )
             self._check_free(
                 "context", name, replace,
                 "delete it first, or set replace for a context that was made at run time",
@@ -332,7 +323,9 @@ class ServedSet:
             try:
                 place = await asyncio.to_thread(self._checked, "context", folder)
                 await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
-            except AdapterError as error:  # it is gone, or the adapter folder is another one now
+            except (
+                errors.AdapterError
+            ) as error:  # it is gone, or the adapter folder is another one now
                 logs.LOG.warning("the files of context %s are left where they are: %s", name, error)
 
     async def load_bundle(self, path: str) -> list[ServedModel]:
@@ -355,7 +348,9 @@ class ServedSet:
             served = name in {item.partition("@")[0] for item in known} | known
             if not served and (name != short or short not in new.bundles):
                 listed = ", ".join(sorted(known)) or "none"
-                raise UnknownModelError(f"There is no bundle {name[:100]!a}: served are {listed}")
+                raise errors.UnknownModelError(
+                    f"There is no bundle {name[:100]!a}: served are {listed}"
+                )
             if new.bundles.pop(short, None) is None and short not in new.unloaded:
                 new.unloaded.append(short)
             unload = partial(self._engine.unload, "bundle", short) if served else _nothing
@@ -379,7 +374,7 @@ class ServedSet:
             raise
         try:
             await asyncio.to_thread(self._file.publish, draft)
-        except (OSError, ServeError) as error:  # also of a replica that cannot serve it
+        except (OSError, errors.ServeError) as error:  # also of a replica that cannot serve it
             self._file.discard(draft)
             said = "nothing was changed"
             try:
@@ -402,10 +397,10 @@ class ServedSet:
 
     def _unrecorded(
         self, what: str, error: OSError, but: str = "nothing was changed"
-    ) -> StorageError:
-        return StorageError(
+    ) -> errors.StorageError:
+        return errors.StorageError(
             f"{what} could not be recorded in {self._file.path} ({error.strerror or error}), so "
-            f"{but}: {disk_remedy(error)}, and try again"
+            f"{but}: {errors.disk_remedy(error)}, and try again"
         )
 
     async def _load_bundle(self, folder: Path) -> list[ServedModel]:
@@ -420,7 +415,7 @@ class ServedSet:
             try:
                 await self._serve_bundle(names[0], before)
             except ValoraError as failure:
-                raise AdapterError(
+                raise errors.AdapterError(
                     f"{error}; the version before it could not be loaded again: {failure}"
                 ) from error
             raise
@@ -446,8 +441,10 @@ class ServedSet:
     def _checked(self, kind: str, path: str) -> Path:
         """The folder of an adapter, a bundle or a context, links resolved; all files checked."""
         if self._folder is None:
-            raise AdapterError("Nothing can be loaded at run time: start with --adapter-folder")
-        outside = AdapterError(
+            raise errors.AdapterError(
+                "Nothing can be loaded at run time: start with --adapter-folder"
+            )
+        outside = errors.AdapterError(
             "The path names no folder below adapter_folder: put the adapter there, and name it "
             "relative to that folder"
         )
@@ -456,18 +453,20 @@ class ServedSet:
             if not folder.is_relative_to(self._folder):
                 raise outside
             if folder.is_file() and folder.suffix.lower() in ARCHIVES:
-                raise AdapterError(f"{folder.name} is an archive: unpack it, and name the folder")
+                raise errors.AdapterError(
+                    f"{folder.name} is an archive: unpack it, and name the folder"
+                )
             if not folder.is_dir() or folder == self._folder:
                 raise outside
             read = (folder / f for f in FETCHED) if kind == "adapter" else folder.rglob("*")
             for number, item in enumerate(read):
                 if number >= MAX_FILES:
-                    raise AdapterError(
+                    raise errors.AdapterError(
                         f"{folder.name} holds more than {MAX_FILES} files: name the folder of one "
                         "adapter or bundle"
                     )
                 if not leads_inside(folder, item.resolve(), self._folder):
-                    raise AdapterError(
+                    raise errors.AdapterError(
                         f"{item.name} in {folder.name} is a link that leads outside: copy the file"
                     )
         except (OSError, ValueError, RuntimeError) as error:
@@ -476,12 +475,12 @@ class ServedSet:
             if kind == "adapter":
                 _check_adapter(folder)
             elif kind == "bundle" and not (folder / MANIFEST).is_file():
-                raise AdapterError(
+                raise errors.AdapterError(
                     f"{folder.name} is no bundle, as it holds no {MANIFEST}: name the folder that "
                     "does"
                 )
         except OSError as error:
-            raise AdapterError(
+            raise errors.AdapterError(
                 f"{folder.name} cannot be read ({error.strerror}): give the server permission"
             ) from error
         return folder
@@ -490,7 +489,9 @@ class ServedSet:
 def check_folder(folder: Path) -> None:
     """Check the folder of adapters, before a model is loaded."""
     if not folder.is_dir():
-        raise SettingsError(f"adapter_folder {folder} is no folder: make it, or name another")
+        raise errors.SettingsError(
+            f"adapter_folder {folder} is no folder: make it, or name another"
+        )
 
 
 async def _nothing() -> None:
@@ -501,8 +502,8 @@ def _check_adapter(folder: Path) -> None:
     for name in FILES:
         if not (folder / name).is_file():
             if name == WEIGHTS and (folder / PICKLE).exists():
-                raise pickle_error(folder.name, PICKLE)
-            raise AdapterError(
+                raise errors.pickle_error(folder.name, PICKLE)
+            raise errors.AdapterError(
                 f"{folder.name} is no PEFT adapter, as it holds no {name}: name the folder that "
                 "does"
             )

@@ -23,14 +23,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from valora_data.contract.files import UnreadableError, read_json
-from valora_serve.errors import (
-    AdapterError,
-    OverloadedError,
-    SettingsError,
-    SourceError,
-    StorageError,
-    disk_remedy,
-)
+from valora_serve import errors
 from valora_serve.server.resolving.base import FETCHED, FILES, WEIGHTS, Found, Resolver, Stream
 from valora_serve.server.telemetry import logs
 
@@ -78,7 +71,7 @@ def lock_folder(folder: Path) -> FileLock:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise SettingsError(
+        raise errors.SettingsError(
             f"adapter_cache {folder} is in use by another server: give this one a folder of its "
             "own with --adapter-cache"
         ) from None
@@ -166,7 +159,7 @@ class AdapterCache:
                 if read > left:
                     raise self._too_large(name, f"more than {self._adapter_bytes}")
                 if read > limit:
-                    raise AdapterError(
+                    raise errors.AdapterError(
                         f"{file} of adapter {name} has more than {CONFIG_BYTES} bytes, which none "
                         "that PEFT writes has: save it again"
                     )
@@ -222,8 +215,8 @@ class AdapterCache:
                 opened.close()
         return digest.hexdigest(), read
 
-    def _too_large(self, name: str, size: str) -> AdapterError:
-        return AdapterError(
+    def _too_large(self, name: str, size: str) -> errors.AdapterError:
+        return errors.AdapterError(
             f"Adapter {name} has {size} bytes, and may have {self._adapter_bytes}: name a smaller "
             "one, or have --adapter-bytes raised"
         )
@@ -234,9 +227,9 @@ class AdapterCache:
         try:
             yield
         except OSError as error:
-            raise StorageError(
+            raise errors.StorageError(
                 f"Adapter {name} cannot be written to the adapter cache ({error.strerror}), so "
-                f"nothing was changed: {disk_remedy(error)}, and try again"
+                f"nothing was changed: {errors.disk_remedy(error)}, and try again"
             ) from error
 
     def _reserve(self, room: int, name: str) -> None:
@@ -249,7 +242,7 @@ class AdapterCache:
             idle += [name] if name in self._entries else []
             freed = sum(self._entries[one].bytes for one in idle)
             if self._held() + room - freed > self._most:
-                raise OverloadedError(
+                raise errors.OverloadedError(
                     f"Adapter {name} does not fit into the adapter cache beside those in use: try "
                     "again in 5 s, or have --adapter-cache-bytes raised",
                     5.0,
@@ -285,8 +278,8 @@ class AdapterCache:
                 self._delete(name)
 
 
-def _unusable(folder: Path, error: OSError) -> SettingsError:
-    return SettingsError(
+def _unusable(folder: Path, error: OSError) -> errors.SettingsError:
+    return errors.SettingsError(
         f"adapter_cache {folder} cannot be used ({error.strerror}): let the server write there, or "
         "name another folder"
     )
@@ -330,9 +323,11 @@ def _hash_of(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()
 
 
-def _given_up(name: str) -> SourceError:
-    return SourceError(f"Adapter {name} was not fetched to its end: ask again")
+def _given_up(name: str) -> errors.SourceError:
+    return errors.SourceError(f"Adapter {name} was not fetched to its end: ask again")
 
 
-def _changed(name: str) -> SourceError:
-    return SourceError(f"Adapter {name} changed while it was read: try again once it is complete")
+def _changed(name: str) -> errors.SourceError:
+    return errors.SourceError(
+        f"Adapter {name} changed while it was read: try again once it is complete"
+    )

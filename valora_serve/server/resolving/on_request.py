@@ -14,16 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-from valora_serve.errors import (
-    AdapterError,
-    ForbiddenError,
-    OverloadedError,
-    ServeError,
-    SourceError,
-    StoppedError,
-    StorageError,
-    UnknownModelError,
-)
+from valora_serve import errors
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.resolving.base import CONFIG, WEIGHTS, Resolver, without_password
 from valora_serve.server.resolving.cache import AdapterCache, Entry
@@ -70,7 +61,7 @@ class OnRequest:
         self._loaded: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._users: Counter[str] = Counter()  # requests that name an adapter
-        self._failed: OrderedDict[str, tuple[float, ServeError]] = OrderedDict()
+        self._failed: OrderedDict[str, tuple[float, errors.ServeError]] = OrderedDict()
         self._refused: dict[str, Entry] = {}  # what the engine has refused, of what is on disk
         self._places, self._serving = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
         self.results: Counter[tuple[str, str]] = Counter()
@@ -143,7 +134,7 @@ class OnRequest:
         task = self._loading.get(name)
         if task is None:
             if len(self._loading) >= MAX_LOADING:
-                raise OverloadedError(
+                raise errors.OverloadedError(
                     f"{len(self._loading)} other adapters are being loaded: try again in 5 s", 5.0
                 )
             task = self.begin(name)
@@ -151,7 +142,7 @@ class OnRequest:
             await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
-                raise StoppedError("The server is shutting down: ask another one") from None
+                raise errors.StoppedError("The server is shutting down: ask another one") from None
             raise
         if (failed := self._failed.get(name)) is not None:
             raise copy.copy(failed[1])
@@ -183,20 +174,22 @@ class OnRequest:
             logs.LOG.info("loaded %s", name, extra={"facts": {"source": entry.source}})
         except Exception as caught:  # noqa: BLE001 - remembered as well, whatever it is
             error = caught
-            if not isinstance(error, ServeError):
+            if not isinstance(error, errors.ServeError):
                 logs.LOG.error("loading adapter %s", name, exc_info=caught)
-                error = AdapterError(
+                error = errors.AdapterError(
                     f"Adapter {name} cannot be loaded ({type(caught).__name__}): save it again "
                     "with PEFT, and see the server's log"
                 )
             result = REFUSED
-            if isinstance(error, UnknownModelError):
+            if isinstance(error, errors.UnknownModelError):
                 result = ABSENT
-            elif isinstance(error, SourceError | OverloadedError | StorageError):
+            elif isinstance(
+                error, errors.SourceError | errors.OverloadedError | errors.StorageError
+            ):
                 result = UNAVAILABLE
             logs.LOG.warning("adapter %s is not loaded: %s", name, error)
             seconds = self._settings.adapter_retry_seconds
-            if isinstance(error, OverloadedError):
+            if isinstance(error, errors.OverloadedError):
                 seconds = min(seconds, 1.0)
             # A copy has no traceback, whose frames would keep what was read.
             self._failed[name] = (self._now() + seconds, copy.copy(error))
@@ -216,7 +209,7 @@ class OnRequest:
                 await self._served.unload_found(name, lost.folder, lambda: True)
                 del self._loaded[name]
             await self._served.load_found(name, entry.folder)
-        except AdapterError:
+        except errors.AdapterError:
             self._refused[name] = entry
             held = {one.name: one for one in self.cache.entries()}
             self._refused = {key: one for key, one in self._refused.items() if held.get(key) == one}
@@ -248,7 +241,7 @@ class OnRequest:
                 threading.Thread(target=run, name="adapter", daemon=True).start()
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
-            raise SourceError(
+            raise errors.SourceError(
                 f"Adapter {attempt.name} was not fetched within {seconds:g} s: try again later, or "
                 "have --adapter-seconds raised"
             ) from error
@@ -264,11 +257,11 @@ class OnRequest:
                     continue
                 entry = self.cache.get(name, resolver, found.version)
                 return entry or self.cache.fetch(resolver, name, found, attempt.ended)
-            except ServeError:
+            except errors.ServeError:
                 raise
             except PermissionError as error:
                 logs.LOG.warning("adapter %s: %s", name, without_password(error))
-                raise ForbiddenError(
+                raise errors.ForbiddenError(
                     f"The server may not read adapter {name} from its source {scheme}: give it the "
                     "right to read and to list there"
                 ) from error
@@ -278,13 +271,13 @@ class OnRequest:
                 entry = self.cache.get(name, resolver)
                 if entry is not None:  # of the version that was there last
                     return entry
-                raise SourceError(
+                raise errors.SourceError(
                     f"The source {scheme} of adapter {name} cannot be read now "
                     f"({type(error).__name__}): try again later, and see the server's log"
                 ) from error
         attempt.source = "none"
         remedies = ", ".join(dict.fromkeys(resolver.remedy for resolver in self._resolvers))
-        raise UnknownModelError(
+        raise errors.UnknownModelError(
             f"There is no model {name!r}, and no source of adapters has it ({CONFIG} and "
             f"{WEIGHTS}): {remedies}, or name one of /v1/models"
         )
@@ -300,7 +293,7 @@ class OnRequest:
             if self._is_idle(name) and await self._unload(name, entry):
                 logs.LOG.info("unloaded %s", name)
         if len(self._loaded) >= self._settings.max_found_adapters:
-            raise OverloadedError(
+            raise errors.OverloadedError(
                 f"All {len(self._loaded)} adapters that requests may load are in use: try again in "
                 "1 s, or have --max-found-adapters raised"
             )

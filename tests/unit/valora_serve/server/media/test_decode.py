@@ -20,7 +20,7 @@ from tests.support.http_helpers import data_url, encoded, picture
 from tests.support.http_helpers import read_media as read
 from tests.support.videos import video_file
 from valora_data.images import decode_image as trained_on
-from valora_serve.errors import ImageError
+from valora_serve.errors import ImageError, ServeError
 from valora_serve.server.media.decode import Limits, decode_video, measure_image, measure_video
 
 LIMITS = Limits(10**7, 10**8, 10**4, 50.0, 2**28, 20.0, 60.0, 4)
@@ -221,6 +221,12 @@ def test_what_is_no_video_is_refused(tmp_path):
     ):  # fmt: skip
         with pytest.raises(ImageError):
             sampled(content)
+
+
+def test_a_decoder_of_videos_that_cannot_be_imported_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(ServeError, match="Videos cannot be decoded here, as PyAV fails"):
+        measure_video(io.BytesIO(b"\0\0\0\0ftyp"), LIMITS)
 
 
 @pytest.mark.parametrize("number", range(len(videos())))

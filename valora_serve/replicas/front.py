@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
@@ -230,25 +230,23 @@ class Front:
             await send({"type": "http.response.body", "body": last})
 
     async def _metrics(self, request: Request) -> Response:
-        """The metrics of all replicas, each with its name as a label."""
+        """The metrics of all replicas, each with its name as a label; or what one refuses with."""
 
-        async def page(one: Report) -> tuple[str, Response] | None:
+        async def page(one: Report) -> tuple[str, int, bytes, str | None] | None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 async with self._ask(one, request) as said:
                     kind = said.headers.get("content-type")
-                    return one.replica, Response(await said.read(), said.status, media_type=kind)
+                    return one.replica, said.status, await said.read(), kind
             return None
 
         asked = await asyncio.gather(*map(page, self._replicas.values()))
         pages = [one for one in asked if one is not None]
         if not pages:
             raise StoppedError("No replica runs now: ask again in a moment")
-        first = min((answer for _, answer in pages), key=lambda answer: answer.status_code == 200)
-        if first.status_code != 200:
-            return first
-        texts = [(name, bytes(answer.body)) for name, answer in pages]
-        merged = await asyncio.to_thread(merge, texts)
-        return Response(merged, media_type=first.media_type)
+        _, status, body, kind = min(pages, key=lambda one: one[1] == 200)
+        if status == 200:
+            body = await asyncio.to_thread(merge, {name: text for name, _, text, _ in pages})
+        return Response(body, status, media_type=kind)
 
 
 def named(request: Request, body: bytes) -> str | None:
@@ -269,13 +267,10 @@ def named(request: Request, body: bytes) -> str | None:
     return None
 
 
-def merge(pages: Sequence[tuple[str, bytes]]) -> bytes:
-    """Pages of metrics as one, in which every sample has its replica as a label.
-
-    Samples that have it are of all replicas on every page.
-    """
+def merge(pages: Mapping[str, bytes]) -> bytes:
+    """Pages of metrics, by replica, as one, in which every sample has its replica as a label."""
     families: dict[str, dict[str, str]] = {}
-    for name, page in pages:
+    for name, page in pages.items():
         family: dict[str, str] = {}
         for line in page.decode().split("\n")[:-1]:
             if line.startswith("#"):
@@ -283,7 +278,7 @@ def merge(pages: Sequence[tuple[str, bytes]]) -> bytes:
                 family.setdefault(line, line)
                 continue
             series, _, value = line.rpartition(" ")
-            if 'replica="' not in series and series != "valora_replicas":
+            if series != "valora_replicas":  # the same on every page
                 metric, brace, labels = series.partition("{")
                 series = f'{metric}{{replica="{name}"' + (f",{labels}" if brace else "}")
             family.setdefault(series, f"{series} {value}")

@@ -130,37 +130,21 @@ class _EngineState(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        replicas = self._engine.replicas()
-        named = ["replica"] if replicas is not None else []
-        states: dict[tuple[str, ...], EngineStats]
-        if replicas is None:
-            states = {(): self._engine.stats()}
-        else:
-            states = {(name,): stats for name, stats in replicas.items()}
+        stats, replicas = self._engine.stats(), self._engine.replicas()
+        if replicas is not None:
             yield GaugeMetricFamily("valora_replicas", "Replicas that run.", value=len(replicas))
         for name, text, gauge in _GAUGES:
-            family = GaugeMetricFamily(f"valora_{name}", text, labels=named)
-            for labels, stats in states.items():
-                family.add_metric(labels, gauge(stats))
-            yield family
-        mode = GaugeMetricFamily(
-            "valora_mode", "1 for the mode of the last step.", labels=[*named, "mode"]
-        )
-        merged = InfoMetricFamily(
-            "valora_merged_adapter", "The adapter that is merged into the base weights.",
-            labels=named,
-        )  # fmt: skip
-        for labels, stats in states.items():
-            for item in Mode:
-                mode.add_metric([*labels, str(item)], float(item == stats.mode))
-            merged.add_metric(labels, {"adapter": stats.merged_adapter or ""})
+            yield GaugeMetricFamily(f"valora_{name}", text, value=gauge(stats))
+        mode = GaugeMetricFamily("valora_mode", "1 for the mode of the last step.", labels=["mode"])
+        for item in Mode:
+            mode.add_metric([str(item)], float(item == stats.mode))
         yield mode
-        yield merged
+        yield InfoMetricFamily(
+            "valora_merged_adapter", "The adapter that is merged into the base weights.",
+            value={"adapter": stats.merged_adapter or ""},
+        )  # fmt: skip
         for name, text, counter in _COUNTERS:
-            counted = CounterMetricFamily(f"valora_{name}", text, labels=named)
-            for labels, stats in states.items():
-                counted.add_metric(labels, counter(stats))
-            yield counted
+            yield CounterMetricFamily(f"valora_{name}", text, value=counter(stats))
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,21 +25,25 @@ REPORT_SECONDS = 1.0  # between two reports of a replica's resident adapters
 class Dispatch:
     """Chooses the replica of each request by a router, which sees what real ones report."""
 
+    owner: NDArray[np.intp]  # [requests], the replica of each
+
     def __init__(self, router: Router) -> None:
         self._router = router
         self._recent: list[RecentAdapters] = []
         self._resident: list[frozenset[str]] = []
         self._next_report = -math.inf
 
-    def start(self, cluster: Cluster) -> None:
-        """Begin; a study may plan events of its own (`Cluster.at`)."""
-        self._recent = [RecentAdapters(m.settings.slots) for m in cluster.machines]
+    def advance(self, machines: Sequence[Machine], until: float) -> None:
+        """Advance all replicas to a time in seconds; a study may have events of its own before."""
+        for machine in machines:
+            machine.advance(until)
 
     def choose(self, adapter: str | None, machines: Sequence[Machine], time: float) -> int:
         """Return the index of the replica for a request that arrives at a time in seconds."""
         if time >= self._next_report:
             self._next_report = time + REPORT_SECONDS
             self._resident = [frozenset(m.adapters.resident) for m in machines]
+        self._recent = self._recent or [RecentAdapters(m.settings.slots) for m in machines]
         seen = enumerate(zip(machines, self._resident, self._recent, strict=True))
         states = [
             ReplicaState(f"replica-{n}", machine.outstanding(time), resident, recent.names)
@@ -69,62 +70,6 @@ class ClusterReport:
     fairness: float  # that of the adapters' mean times to the first token
 
 
-class Cluster:
-    """Replicas that share one stream of requests, and their arrays of times."""
-
-    def __init__(self, workload: Workload, machines: list[Machine], dispatch: Dispatch) -> None:
-        self.workload, self.machines, self.dispatch = workload, machines, dispatch
-        self.owner = np.zeros(len(workload), dtype=np.intp)  # replica of each request
-        self._order = count()  # events of one moment keep their order
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-
-    def at(self, time: float, act: Callable[[float], None]) -> None:
-        """Plan something for a time in seconds, to which all machines are advanced before."""
-        heapq.heappush(self._events, (time, next(self._order), act))
-
-    @property
-    def working(self) -> bool:
-        """Whether requests are to come or unfinished."""
-        return bool(self._events) or any(m.views for m in self.machines)
-
-    def run(self) -> ClusterReport:
-        """Simulate all requests."""
-        self.dispatch.start(self)
-        for index, arrival in enumerate(self.machines[0].arrivals):
-            self.at(arrival, partial(self._submit, index))
-        while self.working:
-            time, act = math.inf, None
-            if self._events:
-                time, _, act = heapq.heappop(self._events)
-            for machine in self.machines:
-                machine.advance(time)
-            if act is not None:
-                act(time)
-        return self._report()
-
-    def _submit(self, index: int, time: float) -> None:
-        number = int(self.workload.adapter[index])
-        adapter = None if number == BASE else self.workload.adapters[number]
-        target = self.owner[index] = self.dispatch.choose(adapter, self.machines, time)
-        self.machines[target].submit(index)
-
-    def _report(self) -> ClusterReport:
-        w, machines = self.workload, self.machines
-        total = report(machines, w, np.arange(len(w)))
-        busy = [sum(m.mode_time.values()) for m in machines]
-        waits = machines[0].first - w.arrival
-        chosen = [waits[(w.adapter == n) & ~np.isnan(waits)] for n in np.unique(w.adapter)]
-        return ClusterReport(
-            total=total,
-            replicas=tuple(
-                report([m], w, np.flatnonzero(self.owner == n)) for n, m in enumerate(machines)
-            ),
-            busy=tuple(seconds / total.seconds for seconds in busy),
-            balance=jain(busy),
-            fairness=jain([float(values.mean()) for values in chosen if len(values)]),
-        )
-
-
 def simulate_cluster(
     workload: Workload,
     replicas: int,
@@ -136,12 +81,31 @@ def simulate_cluster(
     """Simulate replicas that share one stream of requests; each gets a new policy."""
     if replicas < 1:
         raise SettingsError(f"A simulation needs at least 1 replica, not {replicas}.")
-    first, end = np.full(len(workload), np.nan), np.full(len(workload), np.nan)
+    w = workload
+    first, end = np.full(len(w), np.nan), np.full(len(w), np.nan)
     machines = [
-        Machine(workload, make_policy(), cost_model, settings or SimSettings(), first, end)
+        Machine(w, make_policy(), cost_model, settings or SimSettings(), first, end)
         for _ in range(replicas)
     ]
-    return Cluster(workload, machines, dispatch).run()
+    dispatch.owner = owner = np.zeros(len(w), dtype=np.intp)
+    for index, arrival in enumerate(machines[0].arrivals):
+        dispatch.advance(machines, arrival)
+        number = int(w.adapter[index])
+        adapter = None if number == BASE else w.adapters[number]
+        target = owner[index] = dispatch.choose(adapter, machines, arrival)
+        machines[target].submit(index)
+    dispatch.advance(machines, math.inf)
+    total = report(machines, w, np.arange(len(w)))
+    busy = [sum(m.mode_time.values()) for m in machines]
+    waits = first - w.arrival
+    chosen = [waits[(w.adapter == n) & ~np.isnan(waits)] for n in np.unique(w.adapter)]
+    return ClusterReport(
+        total=total,
+        replicas=tuple(report([m], w, np.flatnonzero(owner == n)) for n, m in enumerate(machines)),
+        busy=tuple(seconds / total.seconds for seconds in busy),
+        balance=jain(busy),
+        fairness=jain([float(values.mean()) for values in chosen if len(values)]),
+    )
 
 
 def jain(values: Sequence[float] | NDArray[np.float64]) -> float:

@@ -241,21 +241,11 @@ class Machine:
         self.arrived.append(view.arrival)
 
     def remove(self, key: str) -> SimulatedRequest:
-        """Take a request out, to be continued by another machine (`insert`)."""
+        """Take an unfinished request out."""
         view = self._leave(key)
         self.running = [r for r in self.running if r is not view]
         self.queue = [r for r in self.queue if r is not view]
         return view
-
-    def insert(self, view: SimulatedRequest) -> None:
-        """Continue a request that another machine began; its keys and values come with it."""
-        if view.running:
-            # A step of one prompt token reads the keys and values and computes the next token, as
-            # a decode step does.
-            view.prompt_left = max(1, view.prompt_left)
-            view.pages = self._pages(view.kv_tokens + view.prompt_left)
-            view.held, view.running, view.served = 0, False, None
-        self._enter(view)
 
     def outstanding(self, time: float) -> int:
         """Count the requests that are not answered at a time, at most that of the next step's end.

@@ -10,9 +10,11 @@ integer program moves requests, with their keys and values, and adapters between
 
 from __future__ import annotations
 
+import heapq
 import math
 import sys
 from collections import Counter, defaultdict
+from itertools import count
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +27,9 @@ from valora_serve.workloads.cluster import WAYS, Dispatch
 from valora_serve.workloads.traces import BASE
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from valora_serve.workloads.cluster import Cluster
-    from valora_serve.workloads.simulator import Machine
+    from valora_serve.workloads.simulator import Machine, SimulatedRequest
 
 MOVE_SECONDS = 0.05  # of a request and its keys and values, as the published program assumes
 DEFAULT_SECONDS = 5.0  # of a request whose adapter has answered none yet
@@ -41,6 +42,17 @@ SWAP_PAGES = 32 * GIB / (16 * (1 << 19))  # pages a second over PCIe, at 0.5 MiB
 Flow = dict[tuple[str | None, int, int], int]  # requests of an adapter, from and to a replica
 
 
+def insert(machine: Machine, view: SimulatedRequest) -> None:
+    """Continue a request that another machine began; its keys and values come with it."""
+    if view.running:
+        # A step of one prompt token reads the keys and values and computes the next token, as a
+        # decode step does.
+        view.prompt_left = max(1, view.prompt_left)
+        view.pages = machine._pages(view.kv_tokens + view.prompt_left)
+        view.held, view.running, view.served = 0, False, None
+    machine._enter(view)
+
+
 class DLoraDispatch(Dispatch):
     """Placement, dispatch and periodic migration of dLoRA."""
 
@@ -51,24 +63,41 @@ class DLoraDispatch(Dispatch):
         self._placed: list[set[str]] = []  # adapters of each replica
         self._capacity: list[int] = []
         self._asked: Counter[str] = Counter()
+        self._events: list[tuple[float, int, Callable[[float], None]]] = []
+        self._order = count()  # events of one moment keep their order
+        self._until = -math.inf  # the next arrival
         self.migrations = 0
 
-    def start(self, cluster: Cluster) -> None:
+    def at(self, time: float, act: Callable[[float], None]) -> None:
+        """Plan something for a time in seconds, to which all replicas are advanced before."""
+        heapq.heappush(self._events, (time, next(self._order), act))
+
+    def advance(self, machines: Sequence[Machine], until: float) -> None:
+        if self._until == -math.inf:
+            self.start(machines)
+        self._until = until
+        while self._events and self._events[0][0] < until:
+            time, _, act = heapq.heappop(self._events)
+            super().advance(machines, time)
+            act(time)
+        super().advance(machines, until)
+
+    def start(self, machines: Sequence[Machine]) -> None:
         """Plan the rounds of moves, every `interval` seconds."""
 
         def migrate(time: float) -> None:
-            for key, source, target in self.moves(cluster.machines, time):
-                old, new = cluster.machines[source], cluster.machines[target]
+            for key, source, target in self.moves(machines, time):
+                old, new = machines[source], machines[target]
                 view = old.remove(key)
-                cluster.owner[int(key)] = target
+                self.owner[int(key)] = target
                 self.migrations += 1
                 # What the machine computes now is computed before the request leaves.
                 there = max(time, old.now) + MOVE_SECONDS
-                cluster.at(there, lambda _, new=new, view=view: new.insert(view))
-            if cluster.working:
-                cluster.at(time + self.interval, migrate)
+                self.at(there, lambda _, new=new, view=view: insert(new, view))
+            if self._events or self._until < math.inf or any(m.views for m in machines):
+                self.at(time + self.interval, migrate)
 
-        cluster.at(cluster.machines[0].arrivals[0] + self.interval, migrate)
+        self.at(machines[0].arrivals[0] + self.interval, migrate)
 
     def _place(self, machines: Sequence[Machine]) -> None:
         """Place every adapter on one replica, in turn, and one adapter on all of them."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.bench.valora_serve import dlora_migration
-from tests.bench.valora_serve.dlora_migration import DLoraDispatch, solve
+from tests.bench.valora_serve.dlora_migration import DLoraDispatch, insert, solve
+from tests.unit.valora_serve.workloads.test_simulator import PLAIN, workload
 from valora_serve.orchestrator.cost_model import H200_7B
 from valora_serve.orchestrator.registry import make_policy
 from valora_serve.workloads import traces
@@ -61,7 +62,7 @@ def test_the_program_against_trying_everything(seed):
 
 
 class Staying(DLoraDispatch):
-    def start(self, cluster):
+    def start(self, machines):
         pass
 
 
@@ -92,3 +93,29 @@ def test_every_adapter_has_a_replica_and_one_has_all():
     homes = [sum(name in placed for placed in dispatch._placed) for name in work.adapters]
     assert sorted(homes) == [1] * 9 + [3]
     assert report.total.finished == len(work) and report.total.loads == 12
+
+
+class Moving(DLoraDispatch):
+    """Moves the first request from the first to the second replica at 45 ms."""
+
+    def start(self, machines):
+        old, new = machines
+
+        def move(time):
+            view, self.owner[0] = old.remove("0"), 1
+            self.at(max(time, old.now) + 0.05, lambda _: insert(new, view))
+
+        self.at(0.045, move)
+
+    def choose(self, adapter, machines, time):
+        return 0
+
+
+def test_a_moved_request_takes_its_keys_and_values_along():
+    """4 of 10 tokens until 50 ms, 50 ms on the way, then a step with a prompt token and 5 more."""
+    work = workload([(0.0, None, 5, 10)])
+    policy = partial(make_policy, "unmerge_only", PLAIN)
+    report = simulate_cluster(work, 2, Moving(), policy, PLAIN)
+    assert report.total.end_to_end[0] == pytest.approx(0.05 + 0.05 + 0.02 + 0.05)
+    assert report.total.first_token[0] == pytest.approx(0.02)
+    assert [one.requests for one in report.replicas] == [0, 1]

@@ -183,20 +183,10 @@ def test_room_at_admission_saves_most_preemptions_of_a_full_memory(monkeypatch):
 
 
 class InTurn(Dispatch):
-    """Every replica in turn; moves the first request to the second replica at a time, if any."""
+    """Every replica in turn."""
 
-    def __init__(self, moves_at=None):
-        self._moves_at, self._sent = moves_at, 0
-
-    def start(self, cluster):
-        old, new = cluster.machines[0], cluster.machines[-1]
-
-        def move(time):
-            view, cluster.owner[0] = old.remove("0"), 1
-            cluster.at(max(time, old.now) + 0.05, lambda _: new.insert(view))
-
-        if self._moves_at is not None:
-            cluster.at(self._moves_at, move)
+    def __init__(self):
+        self._sent = 0
 
     def choose(self, adapter, machines, time):
         self._sent += 1
@@ -229,15 +219,6 @@ def test_a_schedule_of_replicas_by_hand():
     assert report.total.throughput == pytest.approx(2 / 0.055)
     assert report.busy == pytest.approx((0.04 / 0.055,) * 2)
     assert report.balance == pytest.approx(1)
-
-
-def test_a_moved_request_takes_its_keys_and_values_along():
-    """4 of 10 tokens until 50 ms, 50 ms on the way, then a step with a prompt token and 5 more."""
-    work = workload([(0.0, None, 5, 10)])
-    report = replicas(work, 2, InTurn(0.045))
-    assert report.total.end_to_end[0] == pytest.approx(0.05 + 0.05 + 0.02 + 0.05)
-    assert report.total.first_token[0] == pytest.approx(0.02)
-    assert [one.requests for one in report.replicas] == [0, 1]
 
 
 @pytest.mark.parametrize("name", POLICIES)

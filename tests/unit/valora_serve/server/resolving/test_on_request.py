@@ -119,7 +119,14 @@ def test_names_that_may_not_be_loaded(place, monkeypatch):
     (place / "store" / "cars-link").symlink_to(place / "outside")
     (place / "store" / "cars-loop").symlink_to("cars-loop")
     with serving(**settings(place, adapter_allow=("cars-*",))) as server:
-        for name in ("private", "../outside", "cars-/../../outside", "cars-1/", "cars-\n", "CARS-1"):
+        for name in (
+            "private",
+            "../outside",
+            "cars-/../../outside",
+            "cars-1/",
+            "cars-\n",
+            "CARS-1",
+        ):
             assert refused(ask(server, name), 404, "There is no model") == "model_not_found"
         refused(ask(server, "cars-9"), 404, "no source of adapters has it")
         refused(ask(server, "cars-link"), 400, "link that leads out")

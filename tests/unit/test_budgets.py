@@ -14,14 +14,14 @@ BUDGETS = {
     "data/valora_data": 9_148,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_003,
-    "valora_serve": 28_477,
+    "valora_serve": 28_410,
     "tests/*/valora_train": 6_909,
     "tests/*/valora_data": 3_472,
     "tests/*/valora_teachers": 1_111,
     "tests/*/valora_kernels": 2_083,
-    "tests/*/valora_serve": 24_867,
-    "tests/unit/bench": 1_561,
-    BENCH: 12_581,
+    "tests/*/valora_serve": 24_841,
+    "tests/unit/bench": 1_588,
+    BENCH: 12_610,
 }
 
 

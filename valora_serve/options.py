@@ -140,9 +140,13 @@ def helps(cls: type) -> dict[str, str]:
 
 
 def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_OptionSettings]:
-    fields: dict[str, Any] = {name: (_read_as(name, list[str]), []) for name in lists}
+    fields: dict[str, Any] = {
+        name: (Annotated[list[str], BeforeValidator(partial(_parsed, name, list[str]))], [])
+        for name in lists
+    }
     for cls in classes:
         hints, texts = typing.get_type_hints(cls), helps(cls)
+        limited = typing.get_type_hints(cls, include_extras=True)
         for item in dataclasses.fields(cls):
             text, kind = texts.get(item.name, ""), _kind(hints[item.name])
             if dataclasses.is_dataclass(kind):
@@ -152,7 +156,8 @@ def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_OptionSetting
             if item.default is dataclasses.MISSING:
                 given = {"default_factory": item.default_factory}
             field = Field(description=text, **given)
-            fields[item.name] = (_read_as(item.name, hints[item.name]), field)
+            read = BeforeValidator(partial(_parsed, item.name, hints[item.name]))
+            fields[item.name] = (Annotated[limited[item.name], read], field)
     return create_model("Settings", __base__=_OptionSettings, **fields)
 
 
@@ -163,10 +168,6 @@ def _kind(annotation: Any) -> Any:
     return annotation
 
 
-def _read_as(name: str, annotation: Any) -> Any:
-    return Annotated[annotation, BeforeValidator(partial(_parsed, name, annotation))]
-
-
 def _parsed(name: str, annotation: Any, value: Any) -> Any:
     """A value of an option or a variable, split into the items or pairs that its type holds."""
     kind = _kind(annotation)
@@ -175,7 +176,7 @@ def _parsed(name: str, annotation: Any, value: Any) -> Any:
     nested, origin = dataclasses.is_dataclass(kind), typing.get_origin(kind)
     if isinstance(value, str) and name in PATHS:
         return str(expanded(value))
-    if isinstance(value, str) and (nested or origin):
+    if isinstance(value, str) and (nested or origin in (list, tuple, dict)):
         value = [item.strip() for item in value.split(",") if item]
     if isinstance(value, list) and (nested or origin is dict):
         pairs = [str(item).partition("=") for item in value]

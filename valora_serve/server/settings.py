@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+Count = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,7 @@ class ServerSettings:
     """
 
     host: str = "127.0.0.1"
-    port: int = 8000
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
     unix_socket: str | None = None
     root_path: str = ""
     trusted_proxies: tuple[str, ...] = ()
@@ -116,66 +121,62 @@ class ServerSettings:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     protect_metrics: bool = False
-    cache_sharing: str = "key"
+    cache_sharing: Literal["key", "salt", "all"] = "key"
     allow_runtime_loading: bool = False
     adapter_folder: str | None = None
     state_file: str = ".valora/serve/served.json"
     adapter_sources: tuple[str, ...] = ()
     adapter_allow: tuple[str, ...] = ()
     adapter_cache: str = ".valora/serve/adapters"
-    adapter_cache_bytes: int = 16 * 2**30
-    adapter_bytes: int = 2 * 2**30
-    adapter_seconds: float = 120.0
-    adapter_retry_seconds: float = 30.0
-    max_found_adapters: int = 64
-    max_body_bytes: int = 64 * 2**20
-    max_json_bytes: int = 32 * 2**20
-    max_held_bytes: int = 512 * 2**20
-    max_image_bytes: int = 20 * 2**20
-    max_image_pixels: int = 16_777_216
-    max_video_pixels: int = 50_000_000
-    max_image_side: int = 16_384
-    max_image_ratio: float = 50.0
-    max_decode_bytes: int = 256 * 2**20
-    max_request_pixels: int = 100_000_000
-    max_held_pixels: int = 400_000_000
-    max_images: int = 64
-    max_video_bytes: int = 48 * 2**20
-    max_video_seconds: float = 600.0
-    video_frames: int = 8
-    max_video_frames: int = 64
-    max_prompt_chars: int = 400_000
-    max_n: int = 16
+    adapter_cache_bytes: Count = 16 * 2**30
+    adapter_bytes: Count = 2 * 2**30
+    adapter_seconds: Seconds = 120.0
+    adapter_retry_seconds: NotNegative = 30.0
+    max_found_adapters: Count = 64
+    max_body_bytes: Count = 64 * 2**20
+    max_json_bytes: Count = 32 * 2**20
+    max_held_bytes: Count = 512 * 2**20
+    max_image_bytes: Count = 20 * 2**20
+    max_image_pixels: Count = 16_777_216
+    max_video_pixels: Count = 50_000_000
+    max_image_side: Count = 16_384
+    max_image_ratio: Annotated[float, Field(ge=1)] = 50.0
+    max_decode_bytes: Count = 256 * 2**20
+    max_request_pixels: Count = 100_000_000
+    max_held_pixels: Count = 400_000_000
+    max_images: Count = 64
+    max_video_bytes: Count = 48 * 2**20
+    max_video_seconds: Seconds = 600.0
+    video_frames: Count = 8
+    max_video_frames: Count = 64
+    max_prompt_chars: Count = 400_000
+    max_n: Count = 16
     strict_schemas: bool = False
     media_hosts: tuple[str, ...] = ()
     media_private: bool = False
     media_folder: str | None = None
-    media_seconds: float = 10.0
-    decode_seconds: float = 2.5
-    rate: float = 0.0
-    burst: int = 60
-    max_waiting: int = 1024
-    max_connections: int = 4096
-    deadline: float = 0.0
-    deadlines: dict[str, float] = field(default_factory=dict)
+    media_seconds: Seconds = 10.0
+    decode_seconds: Seconds = 2.5
+    rate: NotNegative = 0.0
+    burst: Count = 60
+    max_waiting: Count = 1024
+    max_connections: Count = 4096
+    deadline: NotNegative = 0.0
+    deadlines: dict[str, Seconds] = field(default_factory=dict)
     deadline_admission: bool = True
-    body_seconds: float = 60.0
-    send_seconds: float = 30.0
-    drain_seconds: float = 30.0
-    temperature: float = 0.0
-    answer_tokens: int = 256
-    log_level: str = "info"
-    log_format: str = "text"
+    body_seconds: Seconds = 60.0
+    send_seconds: Seconds = 30.0
+    drain_seconds: NotNegative = 30.0
+    temperature: NotNegative = 0.0
+    answer_tokens: Count = 256
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["text", "json"] = "text"
     otlp_endpoint: str | None = None
     golden: bool = True
     console: bool = True
 
     def __post_init__(self) -> None:
-        """Check values that types do not check."""
-        for names, sound, said in _BOUNDS:
-            for name in names.split():
-                if not sound(value := getattr(self, name)):
-                    raise ValueError(f"{name} is {value}: {said}")
+        """Check what types do not say."""
         for proxy in set(self.trusted_proxies) - {"unix"}:
             try:
                 ipaddress.ip_network(proxy)
@@ -184,6 +185,8 @@ class ServerSettings:
                     f"trusted_proxies: {error}: name IP addresses or networks"
                 ) from error
         for wrong, said in (
+            (re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII) is None,
+             f"root_path is {self.root_path}: write a path, e.g. /valora"),
             ((self.tls_cert is None) != (self.tls_key is None),
              "tls_cert and tls_key go together: name both or none"),
             (self.api_key is not None and len(self.api_key) < 16,
@@ -203,28 +206,3 @@ class ServerSettings:
         ):  # fmt: skip
             if wrong:
                 raise ValueError(said)
-
-
-def _one_of(*names: str) -> tuple[Callable[[str], bool], str]:
-    return names.__contains__, f"name one of {', '.join(names)}"
-
-
-_BOUNDS: list[tuple[str, Callable[[Any], bool], str]] = [
-    ("max_body_bytes max_json_bytes max_held_bytes max_image_bytes max_image_pixels "
-     "max_request_pixels max_held_pixels max_images max_video_bytes max_video_pixels "
-     "max_image_side max_decode_bytes max_video_seconds video_frames max_video_frames "
-     "max_prompt_chars max_n media_seconds decode_seconds burst max_waiting max_connections "
-     "body_seconds send_seconds answer_tokens adapter_cache_bytes adapter_bytes adapter_seconds "
-     "max_found_adapters", lambda value: value > 0, "it must be more than 0"),
-    ("max_image_ratio", lambda value: value >= 1, "it must be at least 1"),
-    ("rate deadline drain_seconds temperature adapter_retry_seconds", lambda value: value >= 0,
-     "it must not be negative"),
-    ("deadlines", lambda found: all(one > 0 for one in found.values()), "each must be more than 0"),
-    ("port", range(65536).__contains__, "name one from 0 to 65535"),
-    ("root_path", lambda path: re.fullmatch(r"(/[\w.~-]+)*", path, re.ASCII) is not None,
-     "write a path, e.g. /valora"),
-    ("log_level", *_one_of("debug", "info", "warning", "error")),
-    ("log_format", *_one_of("text", "json")),
-    ("cache_sharing", *_one_of("key", "salt", "all")),
-]  # fmt: skip
-"""Names of settings, what holds for their values, and what is said otherwise."""

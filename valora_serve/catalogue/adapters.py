@@ -21,6 +21,7 @@ import torch
 from valora_data.contract.files import (
     HEADER_BYTES,
     UnreadableError,
+    expect,
     read_json,
     read_safetensors,
     shown,
@@ -314,11 +315,6 @@ def _take_score(
     return score
 
 
-def _expect(fine: bool, option: str, what: str, value: object) -> None:
-    if not fine:
-        raise ValueError(f"{option}: expected {what}, got {shown(value)}")
-
-
 def _is_rank(value: object) -> bool:
     return type(value) is int and value >= 1
 
@@ -345,17 +341,17 @@ class _Rules:
             for option, general, fine, what in NUMBERS:
                 given = config.setdefault(option, {}) or {}
                 few = isinstance(given, dict) and len(given) <= MAX_PATTERNS
-                _expect(few, option, f"at most {MAX_PATTERNS} values by pattern", given)
+                expect(few, option, f"at most {MAX_PATTERNS} values by pattern", given)
                 config[option] = given
-                _expect(fine(config[general]), general, what, config[general])
+                expect(fine(config[general]), general, what, config[general])
                 for key, value in given.items():
-                    _expect(fine(value), f"{option}.{shown(key)}", what, value)
+                    expect(fine(value), f"{option}.{shown(key)}", what, value)
             self.rslora = config.get("use_rslora") or False
-            _expect(isinstance(self.rslora, bool), "use_rslora", "true or false", self.rslora)
+            expect(isinstance(self.rslora, bool), "use_rslora", "true or false", self.rslora)
             layers = config.get("layers_to_transform")
             layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
             for layer in layers:
-                _expect(type(layer) is int, "layers_to_transform", "whole numbers", layer)
+                expect(type(layer) is int, "layers_to_transform", "whole numbers", layer)
             self._layers = frozenset(layers)
             self._targets, self._excluded = (
                 names if isinstance(names, str) else frozenset(names)
@@ -364,7 +360,7 @@ class _Rules:
             pattern = self._names("layers_pattern")
             self._layers_pattern = [pattern] if isinstance(pattern, str) else pattern
             self.saved = self._names("modules_to_save")
-            _expect(isinstance(self.saved, list), "modules_to_save", "a list of names", self.saved)
+            expect(isinstance(self.saved, list), "modules_to_save", "a list of names", self.saved)
         except (TypeError, ValueError) as error:
             raise AdapterError(
                 f"adapter {folder}: {CONFIG} is damaged: {error}; save the adapter again"
@@ -374,7 +370,7 @@ class _Rules:
     def _names(self, option: str) -> Any:
         value = self._config.get(option) or []
         names = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        _expect(names or isinstance(value, str), option, "a list of names", value)
+        expect(names or isinstance(value, str), option, "a list of names", value)
         return value
 
     def match(self, paths: tuple[str, ...]) -> None:

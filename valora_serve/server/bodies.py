@@ -14,15 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from valora_serve.errors import (
-    CancelledRequestError,
-    ContentTypeError,
-    FieldError,
-    OverloadedError,
-    RequestError,
-    SlowClientError,
-    TooLargeError,
-)
+from valora_serve import errors
 from valora_serve.server.access.rules import JSON, Rules, rules_of
 from valora_serve.server.errors import invalid
 from valora_serve.server.settings import ServerSettings
@@ -94,7 +86,7 @@ class Bodies:
             most = settings.max_json_bytes
             remedy = "send less at once, or a large video as a form to /v1/vision"
         most = min(most, rules.max_body_bytes or most)
-        too_large = TooLargeError(f"The request is larger than {most} bytes: {remedy}")
+        too_large = errors.TooLargeError(f"The request is larger than {most} bytes: {remedy}")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > most:
             raise too_large
@@ -113,14 +105,16 @@ class Bodies:
                     if size > most:
                         raise too_large
                     if self._held > settings.max_held_bytes:
-                        raise OverloadedError("Other requests fill the memory: try again in 1 s")
+                        raise errors.OverloadedError(
+                            "Other requests fill the memory: try again in 1 s"
+                        )
                     pieces.append(piece)
         except TimeoutError as error:
-            raise SlowClientError(
+            raise errors.SlowClientError(
                 f"The request did not arrive within {settings.body_seconds:g} s: send it faster"
             ) from error
         except ClientDisconnect as error:
-            raise CancelledRequestError("The client went away") from error
+            raise errors.CancelledRequestError("The client went away") from error
         return b"".join(pieces)
 
     async def parsed(self, body: bytes, kind: Any) -> Any:
@@ -131,10 +125,10 @@ class Bodies:
 
     def _parsed(self, body: bytes, kind: Any) -> Any:
         if not body:
-            raise FieldError("The body is missing: add it", None)
+            raise errors.FieldError("The body is missing: add it", None)
         most = MAX_MARKS + self._settings.max_prompt_chars
         if len(body) > most and sum(map(body.count, (b'"', b",", b"[", b"{"))) > most:
-            raise RequestError(
+            raise errors.RequestError(
                 f"The JSON has more than {most} quotes, commas and brackets: send less at once"
             )
         body = body.removeprefix(b"\xef\xbb\xbf")  # which some clients write before UTF-8
@@ -143,20 +137,20 @@ class Bodies:
         except ValidationError as error:
             if error.error_count() > MAX_ERRORS:
                 said = f"The body has {error.error_count()} invalid fields: see /docs"
-                raise FieldError(said, None) from None
-            errors = error.errors(include_url=False, include_input=False, include_context=False)
-            no_json = errors[0]["type"] == "json_invalid"
-            raise invalid(errors, None if no_json else pydantic_core.from_json(body)) from None
+                raise errors.FieldError(said, None) from None
+            found = error.errors(include_url=False, include_input=False, include_context=False)
+            no_json = found[0]["type"] == "json_invalid"
+            raise invalid(found, None if no_json else pydantic_core.from_json(body)) from None
 
 
 def _content_type(request: Request, rules: Rules) -> str:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if rules.content_types and kind not in rules.content_types:
         has = f"The content type is {kind[:100]!a}" if kind else "The request has no content type"
-        raise ContentTypeError(
+        raise errors.ContentTypeError(
             f"{has}, and this path reads {' or '.join(rules.content_types)}: send it with "
             f"-H 'content-type: {rules.content_types[0]}'"
         )
     if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-        raise ContentTypeError("The body has a content-encoding: send it uncompressed")
+        raise errors.ContentTypeError("The body has a content-encoding: send it uncompressed")
     return kind

@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from valora_serve.errors import RequestError
-from valora_serve.server.api.schema import (
-    REFUSED,
-    AnswerMessage,
-    AnswerToolCall,
-    ChatRequest,
-    Function,
-    Message,
-    Tool,
-)
+from valora_serve.server.api import schema
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.telemetry.logs import new_id
 
@@ -50,7 +42,7 @@ _SEVERAL = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
 class Tools:
     """Functions that an answer may call."""
 
-    functions: Sequence[Function]
+    functions: Sequence[schema.Function]
     text: bool
     several: bool
 
@@ -129,7 +121,7 @@ class AnswerReader:
     def _call(self, **fields: Any) -> dict[str, Any]:
         return {"tool_calls": [{"index": self.calls - 1, **fields}]}
 
-    def message(self, text: str) -> AnswerMessage:
+    def message(self, text: str) -> schema.AnswerMessage:
         """The message of a whole answer."""
         said, calls = "", []
         for delta in self.push(text, last=True):
@@ -139,19 +131,19 @@ class AnswerReader:
                     calls.append(call)
                 else:
                     calls[-1]["function"] |= call["function"]
-        made = [AnswerToolCall.model_validate(call) for call in calls]
+        made = [schema.AnswerToolCall.model_validate(call) for call in calls]
         empty = None if made or (self._tools and not self._tools.text) else ""
-        return AnswerMessage(content=said or empty, tool_calls=made or None)
+        return schema.AnswerMessage(content=said or empty, tool_calls=made or None)
 
 
 def refuse(body: Any) -> None:
     """Refuse fields of OpenAI's that ask for what is not served."""
-    for name, said in REFUSED.items():
+    for name, said in schema.REFUSED.items():
         if getattr(body, name) not in (None, [], False):
             raise RequestError(f"{name} {said}")
 
 
-def tools_of(body: ChatRequest) -> Tools | None:
+def tools_of(body: schema.ChatRequest) -> Tools | None:
     """What an answer may or must call; None if it is to be text."""
     refuse(body)
     if body.function_call not in (None, "none", "auto"):
@@ -188,7 +180,7 @@ def tools_of(body: ChatRequest) -> Tools | None:
     return Tools(list(functions.values()), choice != "required", several)
 
 
-def calls_as_text(message: Message) -> str:
+def calls_as_text(message: schema.Message) -> str:
     """The calls of an assistant's earlier message as the model writes them."""
     calls = [call.function for call in message.tool_calls or ()]
     if message.function_call is not None:
@@ -199,7 +191,7 @@ def calls_as_text(message: Message) -> str:
     )
 
 
-def _function(number: int, tool: Tool) -> Function:
+def _function(number: int, tool: schema.Tool) -> schema.Function:
     if tool.type != "function":
         raise RequestError(
             f"tools.{number}.type is {tool.type[:50]!a}: only tools of type function are served"
@@ -209,7 +201,7 @@ def _function(number: int, tool: Tool) -> Function:
     return tool.function
 
 
-def _named(choice: Any, functions: dict[str, Function], place: str) -> str:
+def _named(choice: Any, functions: dict[str, schema.Function], place: str) -> str:
     choice = choice if isinstance(choice, dict) else {}
     named = choice.get("function", choice)  # Responses has no object in between
     name = named.get("name") if isinstance(named, dict) else None
@@ -225,17 +217,17 @@ def _named(choice: Any, functions: dict[str, Function], place: str) -> str:
     return name
 
 
-def _parameters(function: Function) -> dict[str, Any]:
-    schema = {"properties": {}} if function.parameters is None else function.parameters
-    if schema.get("type", "object") != "object":
+def _parameters(function: schema.Function) -> dict[str, Any]:
+    wanted = {"properties": {}} if function.parameters is None else function.parameters
+    if wanted.get("type", "object") != "object":
         raise RequestError(
-            f"the parameters of function {function.name} are of type {schema['type']!a}: the "
+            f"the parameters of function {function.name} are of type {wanted['type']!a}: the "
             "arguments of a function are an object"
         )
-    closed = "properties" in schema and function.strict is not False
+    closed = "properties" in wanted and function.strict is not False
     # Without this, a model may invent parameters for ever.
-    more = {"additionalProperties": False} if closed and not schema.keys() & _SEVERAL else {}
-    return {"type": "object", **more, **schema, "title": f"function {function.name}"}
+    more = {"additionalProperties": False} if closed and not wanted.keys() & _SEVERAL else {}
+    return {"type": "object", **more, **wanted, "title": f"function {function.name}"}
 
 
 def _before(text: str, mark: str) -> int:

@@ -20,17 +20,10 @@ from valora_data.wording import plural
 from valora_serve import types
 from valora_serve.errors import RequestError, ServeError, UnknownModelError
 from valora_serve.server.access.rules import JSON, Access, allow
+from valora_serve.server.api import schema
 from valora_serve.server.api.common import answer, error_answers, usage
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
 from valora_serve.server.api.requests import Arrival, answer_tokens, check_text
-from valora_serve.server.api.schema import (
-    ErrorAnswer,
-    LookAnswer,
-    LookRequest,
-    VisionAnswer,
-    VisionRequest,
-    VisionResult,
-)
 from valora_serve.server.errors import error_body, invalid
 from valora_serve.server.gather import gathered, until_disconnect
 from valora_serve.server.media.urls import MediaUrl
@@ -50,26 +43,26 @@ if TYPE_CHECKING:
     Media = tuple[list[Image], list[Image] | None]
     """Decoded images, and the decoded frames of the video or None."""
 
-K = TypeVar("K", bound=VisionRequest)
+K = TypeVar("K", bound=schema.VisionRequest)
 _FORM = "multipart/form-data"
 _FILES = ("image", "images", "video", "frames")
 _PIECE = 2**18  # bytes of a form that are parsed at a time; other threads run in between
 
 
 @cache
-def _declared(kind: type[VisionRequest]) -> dict[str, Any]:
+def _declared(kind: type[schema.VisionRequest]) -> dict[str, Any]:
     """OpenAPI declaration of the bodies: JSON, or a form with files in place of URLs."""
-    schema = kind.model_json_schema()
+    declared = kind.model_json_schema()
     file = {"type": "string", "format": "binary"}
-    fields = schema["properties"] | {"video": file} | {
+    fields = declared["properties"] | {"video": file} | {
         name: {"type": "array", "items": file, "description": f"files; {said}"}
         for name, said in (("image", "each gets its own result"), ("frames", "of a video"))
     }  # fmt: skip
     del fields["images"]
     if "domains" in fields:
         fields["domains"] = {"type": "string", "description": "names, separated by commas, or `*`"}
-    form = schema | {"properties": fields}
-    content = {JSON: {"schema": schema}, _FORM: {"schema": form}}
+    form = declared | {"properties": fields}
+    content = {JSON: {"schema": declared}, _FORM: {"schema": form}}
     return {"requestBody": {"required": True, "content": content}}
 
 
@@ -79,8 +72,8 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.post(
         "/v1/vision/{domain}",
-        response_model=VisionAnswer,
-        openapi_extra=_declared(VisionRequest),
+        response_model=schema.VisionAnswer,
+        openapi_extra=_declared(schema.VisionRequest),
         summary="Ask a domain about images, or a video",
     )
     @allow(Access.KEYED, content_types=(JSON, _FORM))
@@ -88,24 +81,26 @@ def router(context: ServerContext) -> APIRouter:
         request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
         since, model = time.monotonic(), _domain(context, domain)
-        fields = await _fields(request, context, VisionRequest)
+        fields = await _fields(request, context, schema.VisionRequest)
         answers, _ = await _asked(context, request, fields, {domain: [model]}, {}, since)
         return answer(answers[model.name])
 
     @routes.post(
         "/v1/vision",
-        response_model=LookAnswer,
-        openapi_extra=_declared(LookRequest),
+        response_model=schema.LookAnswer,
+        openapi_extra=_declared(schema.LookRequest),
         summary="Ask several domains about the same images, or a video, at once",
     )
     @allow(Access.KEYED, content_types=(JSON, _FORM))
     async def look(request: Request) -> Response:
         since = time.monotonic()
-        fields = await _fields(request, context, LookRequest)
+        fields = await _fields(request, context, schema.LookRequest)
         found = await looked(context, request, fields, since)
         seconds, created = time.monotonic() - since, int(time.time())
         identity = f"vision-{new_id()}"
-        return answer(LookAnswer(id=identity, created=created, domains=found, seconds=seconds))
+        return answer(
+            schema.LookAnswer(id=identity, created=created, domains=found, seconds=seconds)
+        )
 
     return routes
 
@@ -113,11 +108,11 @@ def router(context: ServerContext) -> APIRouter:
 async def looked(
     context: ServerContext,
     http: Request,
-    fields: LookRequest,
+    fields: schema.LookRequest,
     since: float,
     *,
     own_prompts: bool = False,
-) -> dict[str, VisionAnswer | ErrorAnswer]:
+) -> dict[str, schema.VisionAnswer | schema.ErrorAnswer]:
     """An answer, or an error, for each domain; `own_prompts`: of those that have one."""
     names = _every(context, fields) if fields.domains == "*" else fields.domains
     models: dict[str, list[ServedModel]] = {}
@@ -130,26 +125,26 @@ async def looked(
     answers, errors = await _asked(
         context, http, fields, models, errors, since, own_prompts=own_prompts
     )
-    found: dict[str, VisionAnswer | ErrorAnswer] = {**answers}
+    found: dict[str, schema.VisionAnswer | schema.ErrorAnswer] = {**answers}
     for name, one in answers.items():
         if list(names).count(name) > 1:
             one.warnings.append(f"{name} is named several times: answered once")
     for name, failed in errors.items():
         context.metrics.failed(failed.code)
-        found[name] = ErrorAnswer.model_validate({"error": error_body(failed)})
+        found[name] = schema.ErrorAnswer.model_validate({"error": error_body(failed)})
     return found
 
 
 async def _asked(
     context: ServerContext,
     http: Request,
-    fields: VisionRequest,
+    fields: schema.VisionRequest,
     models: dict[str, list[ServedModel]],
     errors: dict[str, ServeError],
     since: float,
     *,
     own_prompts: bool = False,
-) -> tuple[dict[str, VisionAnswer], dict[str, ServeError]]:
+) -> tuple[dict[str, schema.VisionAnswer], dict[str, ServeError]]:
     reading = _media(context, http, fields)
     arrivals: dict[str, Arrival] = {}
     for model in (model for several in models.values() for model in several):
@@ -182,7 +177,7 @@ async def _asked(
         ]
         asking = gathered(*(service.ask_together(row, dict(http.headers)) for row in rows))
         found = await until_disconnect(http.receive, asking)
-    answers: dict[str, VisionAnswer] = {}
+    answers: dict[str, schema.VisionAnswer] = {}
     for place, (name, (_, _, said)) in enumerate(asked.items()):
         lasts = [row[place] for row in found]
         if (wrong := next((one for one in lasts if isinstance(one, ServeError)), None)) is None:
@@ -194,7 +189,7 @@ async def _asked(
     return answers, errors
 
 
-def _every(context: ServerContext, fields: LookRequest) -> list[str]:
+def _every(context: ServerContext, fields: schema.LookRequest) -> list[str]:
     video = fields.video is not None or bool(fields.frames)
     return [
         model.name
@@ -239,7 +234,7 @@ async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:
 
 
 def _media(
-    context: ServerContext, http: Request, fields: VisionRequest
+    context: ServerContext, http: Request, fields: schema.VisionRequest
 ) -> Callable[[], Coroutine[Any, Any, Media]]:
     """Refuse a request that has not images, a video or frames; return what reads them."""
     check_text(len(fields.prompt or ""), context)
@@ -327,7 +322,7 @@ def _form_items(
 
 def _requests(
     arrival: Arrival,
-    fields: VisionRequest,
+    fields: schema.VisionRequest,
     prompt: str | None,
     images: list[Image],
     video: list[Image] | None,
@@ -362,9 +357,9 @@ def _requests(
 
 def _answered(
     arrival: Arrival, lasts: Sequence[Output], shown: Sequence[Image], warnings: list[str]
-) -> VisionAnswer:
+) -> schema.VisionAnswer:
     last, model = lasts[-1], arrival.model
-    return VisionAnswer(
+    return schema.VisionAnswer(
         id="-".join(last.id.split("-")[:2]),
         created=int(time.time()),
         domain=model.name,
@@ -380,6 +375,6 @@ def _answered(
     )
 
 
-def _result(last: Output, image: Image) -> VisionResult:
+def _result(last: Output, image: Image) -> schema.VisionResult:
     found = {"text": last.text} if last.head is None else last.head.image_fields(0)
-    return VisionResult(width=image.width, height=image.height, **found)
+    return schema.VisionResult(width=image.width, height=image.height, **found)

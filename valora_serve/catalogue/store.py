@@ -346,8 +346,6 @@ class Store:
         if facts.get("media") == "text":
             counts.clear()
         accuracy = facts.get("accuracy") or {}
-        given = (accuracy.get("test"), facts.get("required"), accuracy.get("teacher"))
-        test, required, teacher = (None if one is None else float(one) for one in given)
         model = ServedModel(
             name=name,
             kind="domain",
@@ -358,9 +356,9 @@ class Store:
             task=facts.get("task"),
             labels=labels or (() if head is None else head.labels),
             metric=facts.get("metric"),
-            accuracy=test,
-            required=required,
-            teacher=teacher,
+            accuracy=accuracy.get("test"),
+            required=facts.get("required"),
+            teacher=accuracy.get("teacher"),
             prompt=facts.get("prompt"),
             prompted="{}" in str(facts.get("prompt")) or any("question" in one for one in golden),
             media=facts.get("media"),

@@ -304,32 +304,24 @@ async def merged(
             async for output in only:
                 yield 0, output
         return
-    queue: asyncio.Queue[tuple[int, Output] | BaseException | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
 
     async def pump(number: int, stream: AsyncGenerator[Output, None]) -> None:
-        try:
-            async with contextlib.aclosing(stream) as outputs:
-                async for output in outputs:
-                    queue.put_nowait((number, output))
-            queue.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 - whoever reads the queue gets it
-            queue.put_nowait(error)
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
+                queue.put_nowait((number, output))
 
-    tasks = [asyncio.create_task(pump(n, stream)) for n, stream in enumerate(streams)]
+    pumps = (pump(number, stream) for number, stream in enumerate(streams))
+    pumping = asyncio.ensure_future(gathered(*pumps, at_once=len(streams)))
+    pumping.add_done_callback(lambda _: queue.put_nowait(None))
     try:
-        left = len(tasks)
-        while left:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield item
+        while (item := await queue.get()) is not None:
+            yield item
+        await pumping
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        pumping.cancel()
+        await asyncio.gather(pumping, return_exceptions=True)
+        del pumping  # its error refers to this frame, which must not refer to it
 
 
 def _spread(times: Times | None, count: int) -> list[float]:

@@ -24,6 +24,7 @@ from valora_serve.server.api.requests import (
     grammar_of,
     read_messages,
     sampling,
+    url_of,
 )
 from valora_serve.server.api.tools import AnswerReader, Tools, tools_of
 from valora_serve.server.api.vision import looked, of_bundle
@@ -92,20 +93,15 @@ async def _bundle_answer(
         schema.ChatAnswer(
             id=f"chatcmpl-{new_id()}", created=int(time.time()), model=str(body.model),
             choices=[schema.ChatChoice(index=0, message=answer, finish_reason="stop")],
-            usage=schema.UsageAnswer(
-                prompt_tokens=prompt, completion_tokens=completion,
-                total_tokens=prompt + completion,
-            ),
+            usage=common.counted(prompt, completion),
         )
     )  # fmt: skip
 
 
 def _urls(part: Any) -> list[Any]:
     if isinstance(part, schema.FramesPart):
-        found = part.frames
-    else:
-        found = [part.image_url if isinstance(part, schema.ImagePart) else part.video_url]
-    return [one.url if isinstance(one, schema.Url) else one for one in found]
+        return list(map(url_of, part.frames))
+    return [url_of(part.image_url if isinstance(part, schema.ImagePart) else part.video_url)]
 
 
 async def begin(context: ServerContext, http: Request, body: schema.ChatRequest) -> Chat:

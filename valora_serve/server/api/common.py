@@ -86,16 +86,18 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
     """Token counts of a response; a prompt with several answers counts once."""
     used = [last.usage for last in lasts if last.usage is not None]
     firsts = used[:: max(1, len(used) // prompts)]
-    prompt, completion = sum(one.prompt for one in firsts), sum(one.completion for one in used)
-    return UsageAnswer(
-        prompt_tokens=prompt,
-        completion_tokens=completion,
-        total_tokens=prompt + completion,
-        prompt_tokens_details=TokenDetails(
-            cached_tokens=sum(one.cached for one in firsts),
-            image_tokens=sum(one.image for one in firsts),
-        ),
+    details = TokenDetails(
+        cached_tokens=sum(one.cached for one in firsts),
+        image_tokens=sum(one.image for one in firsts),
     )
+    prompt, completion = sum(one.prompt for one in firsts), sum(one.completion for one in used)
+    return counted(prompt, completion, prompt_tokens_details=details)
+
+
+def counted(prompt: int, completion: int, **details: Any) -> UsageAnswer:
+    """Token counts with their sum."""
+    fields = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return UsageAnswer(**fields, total_tokens=prompt + completion, **details)
 
 
 def valora_block(

@@ -23,6 +23,9 @@ _EMPTY = {  # what `include` may ask for besides; no answer of this server holds
     "file_search_call.results", "message.input_image.image_url", "reasoning.encrypted_content",
     "web_search_call.action.sources", "web_search_call.results",
 }  # fmt: skip
+_SAME = ("model", "cache_salt", "temperature", "top_p", "tools", "tool_choice",
+         "parallel_tool_calls", "valora")  # fmt: skip
+"""Fields that chat has, too."""
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -72,21 +75,14 @@ def _as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
         raise RequestError("input holds only reasoning: send a message")
     logprobs = LOGPROBS in (body.include or ())
     return schema.ChatRequest(
-        model=body.model,
-        cache_salt=body.cache_salt,
+        **{name: getattr(body, name) for name in _SAME},
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
         response_format=_format(body),
         stream=True,
         stream_options=schema.StreamOptions(include_usage=True),
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
-        tools=body.tools,
-        tool_choice=body.tool_choice,
-        parallel_tool_calls=body.parallel_tool_calls,
-        valora=body.valora,
     )
 
 

@@ -295,13 +295,13 @@ class _Reading:
 
     def _part(self, number: int, part: schema.ContentPart) -> dict[str, Any]:
         if isinstance(part, schema.ImagePart):
-            self.images.append(self._media.image(_url(part.image_url), self._pixels))
+            self.images.append(self._media.image(url_of(part.image_url), self._pixels))
             return {"type": "image"}
         if isinstance(part, schema.VideoPart):
-            self.videos.append(self._media.video(_url(part.video_url), self._pixels))
+            self.videos.append(self._media.video(url_of(part.video_url), self._pixels))
             return {"type": "video"}
         if isinstance(part, schema.FramesPart):
-            self.videos.append(self._media.frames(list(map(_url, part.frames)), self._pixels))
+            self.videos.append(self._media.frames(list(map(url_of, part.frames)), self._pixels))
             return {"type": "video"}
         if isinstance(part, schema.OtherPart):
             raise RequestError(
@@ -345,5 +345,6 @@ def _text_part(text: str) -> schema.TextPart:
     return schema.TextPart(type="text", text=text)
 
 
-def _url(item: schema.Url | MediaUrl) -> MediaUrl:
+def url_of(item: schema.Url | MediaUrl) -> MediaUrl:
+    """The URL of a part, which may be in an object."""
     return item.url if isinstance(item, schema.Url) else item

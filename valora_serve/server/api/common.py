@@ -96,7 +96,7 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
 
 def counted(prompt: int, completion: int, **details: Any) -> UsageAnswer:
     """Token counts with their sum."""
-    fields = {"prompt_tokens": prompt, "completion_tokens": completion}
+    fields: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
     return UsageAnswer(**fields, total_tokens=prompt + completion, **details)
 
 

@@ -30,23 +30,17 @@ class HubResolver(Resolver):
 
     def find(self, name: str) -> Found | None:
         """Look an adapter up; see `Resolver.find`."""
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HfHubHTTPError,
-            HFValidationError,
-            RepositoryNotFoundError,
-        )
+        from huggingface_hub import HfApi, errors
 
         try:
             info = HfApi().model_info(
                 self._repository(name), files_metadata=True, timeout=CONNECT_SECONDS
             )
-        except GatedRepoError as error:
+        except errors.GatedRepoError as error:
             raise PermissionError(str(error)) from error
-        except (RepositoryNotFoundError, HFValidationError):
+        except (errors.RepositoryNotFoundError, errors.HFValidationError):
             return None
-        except HfHubHTTPError as error:
+        except errors.HfHubHTTPError as error:
             _denied(error)
             raise
         listed = {item.rfilename: item.size for item in info.siblings or ()}
@@ -56,20 +50,16 @@ class HubResolver(Resolver):
     @contextlib.contextmanager
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
         """Open a file; see `Resolver.open`."""
-        from huggingface_hub import get_session, hf_hub_url
-        from huggingface_hub.errors import HfHubHTTPError
-        from huggingface_hub.utils import (  # type: ignore[attr-defined]
-            build_hf_headers,
-            hf_raise_for_status,
-        )
+        from huggingface_hub import errors, get_session, hf_hub_url, utils
 
         url = hf_hub_url(self._repository(name), file, revision=found.version)
         # Compressed, a file of the size that the hub names could grow without bound.
-        headers = {**build_hf_headers(), "accept-encoding": "identity"}
+        sent = utils.build_hf_headers()  # type: ignore[attr-defined]
+        headers = {**sent, "accept-encoding": "identity"}
         with get_session().stream("GET", url, headers=headers, timeout=CONNECT_SECONDS) as response:
             try:
-                hf_raise_for_status(response)
-            except HfHubHTTPError as error:
+                utils.hf_raise_for_status(response)  # type: ignore[attr-defined]
+            except errors.HfHubHTTPError as error:
                 _denied(error)
                 raise
             yield _Pieces(response.iter_raw(1 << 20))

@@ -10,17 +10,10 @@ from typing import Any
 
 from valora_data.wording import first_line
 from valora_serve.errors import SettingsError
-from valora_serve.server.resolving.base import (
-    CONNECT_SECONDS,
-    FILES,
-    Found,
-    Resolver,
-    Stream,
-    without_password,
-)
+from valora_serve.server.resolving import base
 
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "s3": {"config_kwargs": {"connect_timeout": CONNECT_SECONDS, "read_timeout": 30}}
+    "s3": {"config_kwargs": {"connect_timeout": base.CONNECT_SECONDS, "read_timeout": 30}}
 }
 """Options of file systems; credentials and endpoints come from fsspec's own configuration
 (FSSPEC_S3_KEY and so on, ~/.config/fsspec) or that of the service's client."""
@@ -32,7 +25,7 @@ _VERSION = re.compile(
 was last read and the URL that a server redirects to."""
 
 
-class FsspecResolver(Resolver):
+class FsspecResolver(base.Resolver):
     """Finds the adapter ``name`` at ``scheme://place/name``."""
 
     def __init__(self, scheme: str, place: str) -> None:
@@ -43,14 +36,14 @@ class FsspecResolver(Resolver):
         except (ImportError, ValueError, TypeError) as error:
             raise SettingsError(
                 f"adapter_sources: {scheme}:// cannot be opened "
-                f"({without_password(first_line(error))}): install the package of this file "
+                f"({base.without_password(first_line(error))}): install the package of this file "
                 "system, or name another place"
             ) from error
         except Exception as error:
             raise SettingsError(
                 f"adapter_sources: {scheme}:// cannot be reached ({type(error).__name__}: "
-                f"{without_password(first_line(error))}): start its host, correct its address or "
-                "user, or name another place"
+                f"{base.without_password(first_line(error))}): start its host, correct its address "
+                "or user, or name another place"
             ) from error
 
     def _open_files(self) -> tuple[Any, str]:
@@ -71,7 +64,7 @@ class FsspecResolver(Resolver):
             self._own.files, _ = self._open_files()
         return self._own.files
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> base.Found | None:
         """Look an adapter up; see `Resolver.find`."""
 
         def look(file: str) -> tuple[int | None, object] | None:
@@ -83,7 +76,7 @@ class FsspecResolver(Resolver):
                         self._check_absent(error)
                         return None
             except PermissionError:
-                if file in FILES:
+                if file in base.FILES:
                     raise
                 return None  # S3 denies access to what is absent where listing is not allowed
             size = info.get("size")
@@ -93,7 +86,7 @@ class FsspecResolver(Resolver):
         return self._found(name, look)
 
     @contextlib.contextmanager
-    def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
+    def open(self, name: str, file: str, found: base.Found) -> Iterator[base.Stream]:
         """Open a file; see `Resolver.open`."""
         # In pieces a file is asked for with ranges, which not all servers of HTTP have.
         whole = {"block_size": 0} if self.scheme in ("http", "https") else {}
@@ -125,7 +118,7 @@ def _denials() -> Iterator[None]:
     except Exception as error:
         refused = _status_of(error) in (401, 403) or "Credentials" in type(error).__name__
         if refused or str(error).startswith("Forbidden"):
-            raise PermissionError(without_password(error)) from error
+            raise PermissionError(base.without_password(error)) from error
         raise
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from PIL.Image import Image
@@ -216,19 +217,14 @@ async def read_messages(
     Returns turns for a chat template, None if they hold no text; the images; the videos.
     """
     reading = _Reading(context, pixels)
-    try:
-        for number, message in enumerate(messages):
-            reading.add(number, message)
-        if told:
-            reading.instruct(told)
-        check_text(reading.chars, context)
-        reading.check_media(context.settings.max_images)
-    except BaseException:
-        for unread in (*reading.images, *reading.videos):
-            unread.close()
-        raise
+    for number, message in enumerate(messages):
+        reading.add(number, message)
+    if told:
+        reading.instruct(told)
+    check_text(reading.chars, context)
+    reading.check_media(context.settings.max_images)
     count = len(reading.images)
-    found = await gathered(*reading.images, *reading.videos)
+    found = await gathered(*(read() for read in (*reading.images, *reading.videos)))
     return reading.turns if reading.chars else None, found[:count], found[count:]
 
 
@@ -237,8 +233,8 @@ class _Reading:
 
     def __init__(self, context: ServerContext, pixels: Pixels) -> None:
         self.turns: list[dict[str, Any]] = []
-        self.images: list[Coroutine[Any, Any, Image]] = []
-        self.videos: list[Coroutine[Any, Any, list[Image]]] = []
+        self.images: list[Callable[[], Coroutine[Any, Any, Image]]] = []
+        self.videos: list[Callable[[], Coroutine[Any, Any, list[Image]]]] = []
         self.chars = 0  # of all texts
         self._result = False  # whether the last message was a tool's result
         self._media, self._pixels = context.media, pixels
@@ -295,13 +291,16 @@ class _Reading:
 
     def _part(self, number: int, part: schema.ContentPart) -> dict[str, Any]:
         if isinstance(part, schema.ImagePart):
-            self.images.append(self._media.image(url_of(part.image_url), self._pixels))
+            url = url_of(part.image_url)
+            self.images.append(partial(self._media.image, url, self._pixels))
             return {"type": "image"}
         if isinstance(part, schema.VideoPart):
-            self.videos.append(self._media.video(url_of(part.video_url), self._pixels))
+            url = url_of(part.video_url)
+            self.videos.append(partial(self._media.video, url, self._pixels))
             return {"type": "video"}
         if isinstance(part, schema.FramesPart):
-            self.videos.append(self._media.frames(list(map(url_of, part.frames)), self._pixels))
+            urls = list(map(url_of, part.frames))
+            self.videos.append(partial(self._media.frames, urls, self._pixels))
             return {"type": "video"}
         if isinstance(part, schema.OtherPart):
             raise RequestError(

@@ -31,7 +31,7 @@ from valora_serve.server.telemetry.logs import new_id
 from valora_serve.types import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+    from collections.abc import AsyncGenerator, Coroutine, Sequence
 
     from PIL.Image import Image
 
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from valora_serve.server.service import Ticket
     from valora_serve.server.settings import ServerSettings
     from valora_serve.types import Output, ServedModel
-
-    Media = tuple[list[Image], list[Image] | None]
-    """Decoded images, and the decoded frames of the video or None."""
 
 K = TypeVar("K", bound=schema.VisionRequest)
 _FORM = "multipart/form-data"
@@ -82,7 +79,7 @@ def router(context: ServerContext) -> APIRouter:
     ) -> Response:
         since, model = time.monotonic(), _domain(context, domain)
         fields = await _fields(request, context, schema.VisionRequest)
-        answers, _ = await _asked(context, request, fields, {domain: [model]}, {}, since)
+        answers = await _asked(context, request, fields, [model], {}, since)
         return answer(answers[model.name])
 
     @routes.post(
@@ -115,16 +112,14 @@ async def looked(
 ) -> dict[str, schema.VisionAnswer | schema.ErrorAnswer]:
     """An answer, or an error, for each domain; `own_prompts`: of those that have one."""
     names = _every(context, fields) if fields.domains == "*" else fields.domains
-    models: dict[str, list[ServedModel]] = {}
+    models: list[ServedModel] = []
     errors: dict[str, ServeError] = {}
     for name in names:
         try:
-            models[name] = of_bundle(context, name) or [_domain(context, name)]
+            models += of_bundle(context, name) or [_domain(context, name)]
         except ServeError as error:
             errors[name] = error
-    answers, errors = await _asked(
-        context, http, fields, models, errors, since, own_prompts=own_prompts
-    )
+    answers = await _asked(context, http, fields, models, errors, since, own_prompts=own_prompts)
     found: dict[str, schema.VisionAnswer | schema.ErrorAnswer] = {**answers}
     for name, one in answers.items():
         if list(names).count(name) > 1:
@@ -139,15 +134,16 @@ async def _asked(
     context: ServerContext,
     http: Request,
     fields: schema.VisionRequest,
-    models: dict[str, list[ServedModel]],
+    models: Sequence[ServedModel],
     errors: dict[str, ServeError],
     since: float,
     *,
     own_prompts: bool = False,
-) -> tuple[dict[str, schema.VisionAnswer], dict[str, ServeError]]:
-    reading = _media(context, http, fields)
+) -> dict[str, schema.VisionAnswer]:
+    """Answers by domain; what is wrong with one is added to the errors, raised if all fail."""
+    _check_media(context, fields)
     arrivals: dict[str, Arrival] = {}
-    for model in (model for several in models.values() for model in several):
+    for model in models:
         arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)
         arrival.model, arrival.since = model, since
     none = UnknownModelError("No domain reads what was sent: see /v1/models")
@@ -159,7 +155,7 @@ async def _asked(
         arrivals.values(),
         key=lambda one: service.deadline(one.model.name, fields.deadline) or math.inf,
     )
-    images, video = await latest.within(reading())
+    images, video = await latest.within(_read_media(context, http, fields))
     shown = images if video is None else video[:1]
     asked: dict[str, tuple[Ticket, list[types.Request], list[str]]] = {}
     with contextlib.ExitStack() as stack:
@@ -186,7 +182,7 @@ async def _asked(
             errors[name] = wrong
     if not answers:
         raise next(iter(errors.values()))
-    return answers, errors
+    return answers
 
 
 def _every(context: ServerContext, fields: schema.LookRequest) -> list[str]:
@@ -233,28 +229,28 @@ async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:
     return await parsing
 
 
-def _media(
-    context: ServerContext, http: Request, fields: schema.VisionRequest
-) -> Callable[[], Coroutine[Any, Any, Media]]:
-    """Refuse a request that has not images, a video or frames; return what reads them."""
+def _check_media(context: ServerContext, fields: schema.VisionRequest) -> None:
+    """Refuse a request that has not images, a video or frames."""
     check_text(len(fields.prompt or ""), context)
     most, most_frames = context.settings.max_images, context.settings.max_video_frames
-    images, frames, video = fields.images, fields.frames, fields.video
-    if bool(images) + (video is not None) + bool(frames) != 1:
+    images, frames = fields.images, fields.frames
+    if bool(images) + (fields.video is not None) + bool(frames) != 1:
         raise RequestError("Send images, or one video, or a video's frames: one of these")
     for count, what, limit in ((len(images), "image", most), (len(frames), "frame", most_frames)):
         if count > limit:
             has = "The request has" if what == "image" else "The video has"
             raise RequestError(f"{has} {plural(count, what)}, more than {limit}: send fewer")
+
+
+async def _read_media(
+    context: ServerContext, http: Request, fields: schema.VisionRequest
+) -> tuple[list[Image], list[Image] | None]:
+    """Decoded images, and the decoded frames of the video or None."""
     media, pixels = context.media, http.state.stack.enter_context(context.media.pixels())
-
-    async def read() -> Media:
-        found = await gathered(*(media.image(url, pixels) for url in images))
-        if video is not None:
-            return found, await media.video(video, pixels)
-        return found, await media.frames(frames, pixels) if frames else None
-
-    return read
+    found = await gathered(*(media.image(url, pixels) for url in fields.images))
+    if fields.video is not None:
+        return found, await media.video(fields.video, pixels)
+    return found, await media.frames(fields.frames, pixels) if fields.frames else None
 
 
 async def _from_form(body: bytes, header: str, context: ServerContext, kind: type[K]) -> K:

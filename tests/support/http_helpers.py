@@ -145,6 +145,17 @@ def bundle(folder, domains=("car",), name="cars", base="tiny"):
     return folder
 
 
+ADMIN = "an-admin-key-of-32-characters-ok"
+
+
+def loading(place, **more):
+    """Settings of a server that loads at run time."""
+    return {
+        "allow_runtime_loading": True, "adapter_folder": str(place / "adapters"),
+        "api_key": ADMIN, "state_file": str(place / "state" / "served.json"), **more,
+    }  # fmt: skip
+
+
 def data_url(content, kind="image/png"):
     """A data: URL."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"

@@ -8,26 +8,18 @@ import pytest
 
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import adapter, refused, serving, until
+from tests.support.http_helpers import ADMIN, adapter, loading, refused, serving, until
 from valora_serve.errors import StorageError
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.types import NewContext
 
-SECRET = "an-admin-key-of-32-characters-ok"
-HEADERS = {"authorization": f"Bearer {SECRET}"}
+HEADERS = {"authorization": f"Bearer {ADMIN}"}
 
 
 @pytest.fixture
 def place(tmp_path):
     (tmp_path / "adapters").mkdir()
     return tmp_path
-
-
-def settings(place):
-    return {
-        "allow_runtime_loading": True, "adapter_folder": str(place / "adapters"),
-        "api_key": SECRET, "state_file": str(place / "served.json"),
-    }  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -38,7 +30,7 @@ def opened(given, engine=None, served=None):
 
 
 def test_a_document_becomes_a_context_that_can_be_asked(place):
-    with opened(settings(place)) as server:
+    with opened(loading(place)) as server:
         client, body = server.client, {"name": "rules", "document": "No dogs after eight."}
         made = client.post("/v1/contexts", json=body).json()
         facts = {"id": "rules", "form": "prefix", "tokens": 4, "bytes": 64, "source_tokens": 4}
@@ -63,7 +55,7 @@ def test_a_document_becomes_a_context_that_can_be_asked(place):
 
 
 def test_refusals_change_nothing(place):
-    with opened(settings(place)) as server:
+    with opened(loading(place)) as server:
         for body, status, message in (
             ({"name": "a", "document": " "}, 400, "the document is empty"),
             ({"name": "../a", "document": "x"}, 400, "name"),
@@ -79,9 +71,9 @@ def test_refusals_change_nothing(place):
 
 def test_only_admins_make_contexts_and_only_if_that_is_allowed(place):
     body = {"name": "a", "document": "x"}
-    with serving(**settings(place)) as server:
+    with serving(**loading(place)) as server:
         assert server.client.post("/v1/contexts", json=body).status_code == 401
-    with opened({"api_key": SECRET}) as server:
+    with opened({"api_key": ADMIN}) as server:
         found = server.client.post("/v1/contexts", json=body)
         assert found.status_code == 403 and "--allow-runtime-loading" in found.text
         assert server.client.get("/v1/contexts").status_code == 200
@@ -129,7 +121,7 @@ def test_contexts_wait_for_the_adapters_that_answer(place):
 
 def test_a_start_fetches_the_adapters_that_contexts_wait_for(place):
     adapter(place / "store/cats")
-    given = settings(place) | {
+    given = loading(place) | {
         "adapter_sources": (str(place / "store"),), "adapter_allow": ("c*",),
         "adapter_cache": str(place / "cache"),
     }  # fmt: skip
@@ -141,7 +133,7 @@ def test_a_start_fetches_the_adapters_that_contexts_wait_for(place):
         made = server.client.post("/v1/contexts", json=body)
         assert made.status_code == 200, made.text
     engine = FakeEngine()
-    served = ServedSet(engine, place / "adapters", place / "served.json")
+    served = served_set(place, engine)
     served.read()
     assert len(asyncio.run(served.restore())) == 1
     with opened(given, engine, served) as server:

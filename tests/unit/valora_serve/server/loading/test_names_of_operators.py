@@ -1,8 +1,7 @@
 """What an operator has named is not taken by adapters that requests load, whoever came first."""
 
-from tests.support.http_helpers import adapter, bundle, serving
+from tests.support.http_helpers import ADMIN, adapter, bundle, loading, serving
 
-KEY = "an-admin-key-of-32-characters-ok"
 LOADS = [
     ("load_bundle", {"bundle_path": "b"}, ("car", "bus"), "unload_bundle", {"bundle_name": "cars"}),
     ("load_lora_adapter", {"lora_name": "mine", "lora_path": "own", "load_inplace": True},
@@ -17,13 +16,10 @@ def test_what_an_operator_loads_replaces_what_requests_loaded(tmp_path):
     adapter(tmp_path / "adapters" / "own")
     for name in ("car", "bus", "mine", "rules", "free"):
         adapter(tmp_path / "store" / name)
-    chosen = {
-        "adapter_sources": (str(tmp_path / "store"),), "adapter_allow": ("*",), "api_key": KEY,
-        "adapter_cache": str(tmp_path / "cache"), "allow_runtime_loading": True,
-        "adapter_folder": str(tmp_path / "adapters"), "state_file": str(tmp_path / "state.json"),
-    }  # fmt: skip
+    sources = {"adapter_sources": (str(tmp_path / "store"),), "adapter_allow": ("*",)}
+    chosen = loading(tmp_path, adapter_cache=str(tmp_path / "cache"), **sources)
     with serving(**chosen) as server:
-        server.client.headers["authorization"] = f"Bearer {KEY}"
+        server.client.headers["authorization"] = f"Bearer {ADMIN}"
 
         def asked(*names):
             body = {"prompt": "x", "max_tokens": 1}

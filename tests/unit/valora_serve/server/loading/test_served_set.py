@@ -11,13 +11,12 @@ import pytest
 
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import adapter, bundle, serving, until
+from tests.support.http_helpers import ADMIN, adapter, bundle, loading, serving, until
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.access.keys import new_key
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
 
-SECRET = "an-admin-key-of-32-characters-ok"
 BUILT_IN = {model.name: model.root for model in FakeEngine().models()}
 
 
@@ -31,14 +30,7 @@ def place(tmp_path):
     return tmp_path
 
 
-def settings(place, **more):
-    return {
-        "allow_runtime_loading": True, "adapter_folder": str(place / "adapters"),
-        "api_key": SECRET, "state_file": str(place / "state" / "served.json"), **more,
-    }  # fmt: skip
-
-
-def post(server, path, body, status=200, key=SECRET):
+def post(server, path, body, status=200, key=ADMIN):
     headers = {"content-type": "application/json"}
     headers |= {"authorization": f"Bearer {key}"} if key else {}
     answer = server.client.post(f"/v1/{path}", content=json.dumps(body), headers=headers)
@@ -56,7 +48,7 @@ def roots(engine):
 
 
 def test_load_ask_and_unload(place):
-    with serving(**settings(place)) as server:
+    with serving(**loading(place)) as server:
         (made,) = load(server, "good")["models"]
         assert (made["id"], made["parent"]) == ("mine", "tiny")
         body = {"model": "mine", "prompt": "x", "max_tokens": 1}
@@ -83,20 +75,20 @@ def test_load_ask_and_unload(place):
 def test_only_admins_and_only_where_it_is_opted_in(place, tmp_path):
     secret, line = new_key("app", "user")
     (tmp_path / "keys").write_text(line + "\n")
-    with serving(**settings(place, keys_file=str(tmp_path / "keys"))) as server:
+    with serving(**loading(place, keys_file=str(tmp_path / "keys"))) as server:
         body = {"lora_name": "mine", "lora_path": "good"}
         for key, status in ((None, 401), ("wrong", 401), (secret, 403)):
             post(server, "load_lora_adapter", body, status, key)
         post(server, "completions", {"prompt": "x"}, key=secret)
         assert server.engine.asked[-1].client == "app"  # whom shares by key charge
-    with serving(api_key=SECRET) as server:
+    with serving(api_key=ADMIN) as server:
         for path in ("load_lora_adapter", "unload_lora_adapter", "load_bundle", "unload_bundle"):
             post(server, path, {}, 403)
 
 
 def test_paths_that_lead_elsewhere(place):
     (place / "adapters" / "link").symlink_to(place / "outside")
-    with serving(**settings(place)) as server:
+    with serving(**loading(place)) as server:
         for path in (
             "../outside", "good/../../outside", "/etc", "/", ".", "", "good/..", "link", "~",
             "good\0", "nothing", "good/adapter_config.json", "a" * 5000, "\ud800",
@@ -122,7 +114,7 @@ def test_what_is_refused_and_what_lies_beside_an_adapter(place):
         os.mkfifo(root / f"pipe-{name}" / name)
     with zipfile.ZipFile(root / "evil.zip", "w") as file:
         file.writestr("../../evil/adapter_config.json", "{}")
-    with serving(**settings(place)) as server:
+    with serving(**loading(place)) as server:
         for path, said in (
             ("foreign", "llava-13b"), ("damaged", ""), ("no-weights", "is no PEFT adapter"),
             ("pickle", "where you trust it, load it with PEFT"), ("leading-out", "link"),
@@ -210,7 +202,7 @@ def test_a_missing_folder_is_said(tmp_path):
 
 
 def test_the_answer_of_a_full_disk_and_of_a_lost_folder(place):
-    with serving(**settings(place)) as server:
+    with serving(**loading(place)) as server:
         load(server, "good")
         before = roots(server.engine)
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -235,7 +227,7 @@ def test_the_answer_of_a_full_disk_and_of_a_lost_folder(place):
 
 
 def test_what_could_not_be_restored_can_be_forgotten(place):
-    with serving(**settings(place)) as server:
+    with serving(**loading(place)) as server:
         load(server, "good")
         post(server, "load_bundle", {"bundle_path": "cars"})
     (place / "state" / "served.json.partial").write_text('{"adapters": {"two"')  # of a crash
@@ -260,10 +252,10 @@ def test_a_load_goes_on_when_its_client_leaves(place):
             await asyncio.sleep(0.3)
             return await super().load_adapter(name, folder, decode_only=decode_only)
 
-    with serving(Slow(), **settings(place)) as server:
+    with serving(Slow(), **loading(place)) as server:
         body = {"lora_name": "mine", "lora_path": "good"}
         with pytest.raises(Exception, match="timed out"):
             server.client.post("/v1/load_lora_adapter", json=body, timeout=0.1,
-                               headers={"authorization": f"Bearer {SECRET}"})  # fmt: skip
+                               headers={"authorization": f"Bearer {ADMIN}"})  # fmt: skip
         until(lambda: server.service.serves("mine"))
         assert after_restart(place) == roots(server.engine)

@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 3_472,
     "tests/*/valora_teachers": 1_111,
     "tests/*/valora_kernels": 2_083,
-    "tests/*/valora_serve": 24_841,
+    "tests/*/valora_serve": 24_821,
     "tests/unit/bench": 1_588,
     BENCH: 12_610,
 }

@@ -57,7 +57,7 @@ def test_a_model_whose_requests_fill_the_queue_leaves_places_to_others_where_sha
     engine = FakeEngine(slots=1, step=0.03)
     with serving(engine, max_waiting=2, share_by="adapter") as server:
         flood = [
-            threading.Thread(target=lambda: ask(server, max_tokens=4, ignore_eos=True))
+            threading.Thread(target=lambda: ask(server, max_tokens=12, ignore_eos=True))
             for _ in range(3)
         ]
         for thread in flood:

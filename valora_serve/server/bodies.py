@@ -66,7 +66,6 @@ class _ParsedRequest(Request):
         self._body, self._value = b" ", value
 
     async def json(self) -> Any:
-        """The validated body."""
         return self._value
 
 

@@ -106,7 +106,6 @@ class _Completion:
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def json(self) -> bytes:
-        """Wait for the whole answer, as JSON."""
         lasts = await self.arrival.ask_all(self.requests)
         parts = [await self._part(number, last) for number, last in enumerate(lasts)]
         body = schema.CompletionAnswer(
@@ -129,7 +128,6 @@ class _Completion:
         return await asyncio.to_thread(common.to_json, body)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as chunks of OpenAI's API."""
         lasts: dict[int, Output] = {}
         base = {"id": self.id, "object": "text_completion", "created": self.created,
                 "model": self.arrival.model.name}  # fmt: skip
@@ -194,7 +192,6 @@ class _Part:
         }  # fmt: skip
 
     def add(self, output: Output) -> None:
-        """Add what an output of the engine brings."""
         self.text += output.text if output.head is None else output.head.text(())
         for item in output.logprobs:
             top = _by_text((top.text, top.logprob) for top in item.top)

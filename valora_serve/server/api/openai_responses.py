@@ -106,14 +106,12 @@ class _Responses:
         self._created = time.time()
 
     async def json(self) -> bytes:
-        """Wait for the whole answer, as JSON."""
         async with contextlib.aclosing(self.events(stream=False)) as events:
             async for event in events:
                 last = event
         return common.to_json(last["response"])
 
     async def events(self, *, stream: bool = True) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as events of OpenAI's API."""
         output, finish = _Output(), "stop"
         usage = block = None
         begun = False
@@ -195,7 +193,6 @@ class _Output:
         self._unsent: list[Any] = []  # those of tokens that are no text yet
 
     def event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """The next event."""
         self._number += 1
         return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
 

@@ -240,7 +240,6 @@ class _Reading:
         self._media, self._pixels = context.media, pixels
 
     def add(self, number: int, message: schema.Message) -> None:
-        """Add a message."""
         content = message.content
         if message.role == "assistant":
             calls = calls_as_text(message)

@@ -25,7 +25,6 @@ class FolderResolver(Resolver):
             raise SettingsError(f"adapter_sources: {place} is no folder: make it, or name another")
 
     def find(self, name: str) -> Found | None:
-        """Look an adapter up; see `Resolver.find`."""
 
         def look(file: str) -> tuple[int, object] | None:
             try:
@@ -37,7 +36,6 @@ class FolderResolver(Resolver):
         return self._found(name, look)
 
     def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
-        """Open a file; see `Resolver.open`."""
         try:
             return open_regular(self._path(name, file), most=1 << 62)  # the reader bounds it
         except UnreadableError as error:

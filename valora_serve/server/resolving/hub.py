@@ -29,7 +29,6 @@ class HubResolver(Resolver):
     remedy = "put it there, or give the server a token (HF_TOKEN) if its repository is private"
 
     def find(self, name: str) -> Found | None:
-        """Look an adapter up; see `Resolver.find`."""
         from huggingface_hub import HfApi, errors
 
         try:
@@ -49,7 +48,6 @@ class HubResolver(Resolver):
 
     @contextlib.contextmanager
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
-        """Open a file; see `Resolver.open`."""
         from huggingface_hub import errors, get_session, hf_hub_url, utils
 
         url = hf_hub_url(self._repository(name), file, revision=found.version)
@@ -73,7 +71,6 @@ class _Pieces:
         self._pieces, self._left = pieces, b""
 
     def read(self, size: int, /) -> bytes:
-        """Return up to `size` bytes; none at the end."""
         if not self._left:
             self._left = next((piece for piece in self._pieces if piece), b"")
         read, self._left = self._left[:size], self._left[size:]

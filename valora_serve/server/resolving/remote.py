@@ -65,7 +65,6 @@ class FsspecResolver(base.Resolver):
         return self._own.files
 
     def find(self, name: str) -> base.Found | None:
-        """Look an adapter up; see `Resolver.find`."""
 
         def look(file: str) -> tuple[int | None, object] | None:
             try:
@@ -87,7 +86,6 @@ class FsspecResolver(base.Resolver):
 
     @contextlib.contextmanager
     def open(self, name: str, file: str, found: base.Found) -> Iterator[base.Stream]:
-        """Open a file; see `Resolver.open`."""
         # In pieces a file is asked for with ranges, which not all servers of HTTP have.
         whole = {"block_size": 0} if self.scheme in ("http", "https") else {}
         with _denials():

@@ -103,34 +103,31 @@ class StateFile:
 
 def read_state(file: Path) -> SavedState:
     """Read a state file; an empty state if there is none."""
-    start_without = "or delete it to start without run-time loads"
+
+    def wrong(said: str) -> SettingsError:
+        return SettingsError(
+            f"state file {file} {said}, or delete it to start without run-time loads"
+        )
+
     try:
         file.lstat()
         saved = parse_json(read_bytes(file, 16 << 20))
+        version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
+        if type(version) is int and version != VERSION:
+            age = "a newer" if version > VERSION else "another"
+            raise wrong(f"is of {age} version of VaLoRA: start that version")
+        return SavedState.model_validate(saved)
     except FileNotFoundError:
         return SavedState()
     except OSError as error:
-        raise SettingsError(
-            f"state file {file} cannot be read ({error.strerror}): give the server "
-            f"permission, {start_without}"
-        ) from error
+        said = f"cannot be read ({error.strerror}): give the server permission"
+        raise wrong(said) from error
     except UnreadableError as error:
         denied = error.reason.startswith("cannot be read")
-        raise SettingsError(
-            f"state file {file} "
-            + (error.reason if denied else f"is damaged, as it {error.reason}")
-            + f": restore it, {start_without}"
-        ) from error
-    version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
-    if type(version) is int and version != VERSION:
-        age = "a newer" if version > VERSION else "another"
-        raise SettingsError(
-            f"state file {file} is of {age} version of VaLoRA: start that version, {start_without}"
-        )
-    try:
-        return SavedState.model_validate(saved)
-    except ValueError as error:
-        raise SettingsError(f"state file {file} is damaged: restore it, {start_without}") from error
+        said = error.reason if denied else f"is damaged, as it {error.reason}"
+        raise wrong(f"{said}: restore it") from error
+    except ValueError as error:  # pydantic's
+        raise wrong("is damaged: restore it") from error
 
 
 def content_hash(kind: str, folder: Path) -> str:

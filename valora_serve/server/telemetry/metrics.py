@@ -28,8 +28,8 @@ class Metrics:
         self.shared: Callable[[str], bool] = lambda _: False
         self.registry = CollectorRegistry()
         self._models: set[str] = set()
-        self._page: asyncio.Task[bytes] | None = None  # that is being made
-        self._next: asyncio.Task[bytes] | None = None  # that is made after it
+        self._making = asyncio.Lock()
+        self._next: asyncio.Task[bytes] | None = None  # a page that is not begun
         label = ["model_name"]
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = _LONG) -> Histogram:
@@ -112,10 +112,9 @@ class Metrics:
         return await asyncio.shield(self._next)
 
     async def _made(self) -> bytes:
-        if self._page is not None:
-            await asyncio.wait({self._page})
-        self._page, self._next = self._next, None
-        return await asyncio.to_thread(self.text)
+        async with self._making:
+            self._next = None
+            return await asyncio.to_thread(self.text)
 
     def _bounded(self, model: str) -> str:
         known = model in self._models or len(self._models) < MAX_LABELS

@@ -233,15 +233,12 @@ class Engine:
         settings = self.settings
         packed = settings.quantize == NF4_PACKED
         quantize = NF4 if packed or settings.quantize == NF4 else None
-        if group is None:
-            device = sizing.find_device(settings.device)
-            dtype = sizing.find_dtype(settings.dtype, device)
-            fp8 = settings.quantize == FP8
-            return Lmm.load(settings.base, dtype, device, quantize, fp8=fp8, packed=packed)
-        dtype = sizing.find_dtype(settings.dtype, group.device)
-
-        lora = LoraParallel(settings.lora_parallel)
-        return Lmm.load_part(settings.base, dtype, group, lora, quantize)
+        device = group.device if group else sizing.find_device(settings.device)
+        return Lmm.load(
+            settings.base, sizing.find_dtype(settings.dtype, device), device, quantize,
+            fp8=settings.quantize == FP8, packed=packed, group=group,
+            lora=LoraParallel(settings.lora_parallel),
+        )  # fmt: skip
 
     def _make_runner(self, group: Group | None) -> ModelRunner:
         settings, lmm = self.settings, self.lmm

@@ -71,18 +71,20 @@ class Lmm(BaseModel):
         # Channels, height and width of every image's pixels; None if they differ.
         self.pixel_shape = self.architecture.pixel_shape(self.config)
         self.layers = int(text.num_hidden_layers)
-        # Of queries, and of keys and values, that this process computes.
-        self.heads = int(text.num_attention_heads)
-        self.kv_heads = int(getattr(text, "num_key_value_heads", None) or self.heads)
-        self.head_dim = int(getattr(text, "head_dim", None) or self.width // self.heads)
+        heads = int(text.num_attention_heads)
+        kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+        self.head_dim = int(getattr(text, "head_dim", None) or self.width // heads)
+        rank, size = (split.group.rank, split.group.size) if split else (0, 1)
+        # Of queries, and of keys and values, that this process computes; and which those are.
+        self.heads, self.kv_heads = heads // size, max(kv_heads // size, 1)
+        first = rank * kv_heads // size
+        self.own_kv_heads = slice(first, first + self.kv_heads)
         within = {
             path: "text" if part is ModelPart.LANGUAGE else "vision"
             for path, part in self.architecture.adaptable(model).items()
         }
         names = self.architecture.linears
-        self._vocabulary: int | None = None
         if split is None:
-            self.own_kv_heads = slice(0, self.kv_heads)  # which of the model's those are
             # Linears by the names that adapters on disk use, with the sizes of the whole model.
             self.targets = ModelTargets.of(model, self.architecture)
             make: MakeGroup | None = None
@@ -100,33 +102,9 @@ class Lmm(BaseModel):
             return
         assert split.targets is not None
         assert lora is not None
-        group = split.group
         self.targets = split.targets
-        self.linears = SplitLinears.split(model, within, group, split.slices, lora, names)
-        model.lm_head = SplitHead(model.lm_head, group)
-        self._vocabulary = model.lm_head.vocabulary
-        first = group.rank * self.kv_heads // group.size
-        self.heads, self.kv_heads = self.heads // group.size, max(self.kv_heads // group.size, 1)
-        self.own_kv_heads = slice(first, first + self.kv_heads)
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of logits."""
-        return super().vocabulary if self._vocabulary is None else self._vocabulary
-
-    @classmethod
-    def load_part(
-        cls,
-        base: str,
-        dtype: torch.dtype,
-        group: Group,
-        lora: LoraParallel,
-        quantize: str | None = None,
-    ) -> Lmm:
-        """Load a rank's part of a base model onto its device; see `load`."""
-        reader = SplitReader(base, group, quantize)
-        model, processor = load_model(base, dtype, read=reader, plain=True)
-        return cls(base, model, processor, group.device, quantize, reader, lora)
+        self.linears = SplitLinears.split(model, within, split.group, split.slices, lora, names)
+        model.lm_head = SplitHead(model.lm_head, split.group)
 
     @classmethod
     def load(
@@ -138,12 +116,19 @@ class Lmm(BaseModel):
         *,
         fp8: bool = False,
         packed: bool = False,
+        group: Group | None = None,
+        lora: LoraParallel | None = None,
     ) -> Lmm:
         """Load ``tiny``, a folder or a name on the hub; `BundleError`, `SettingsError` if not.
 
         Weights that are rounded to 4 bits (``quantize`` is ``nf4``) are unpacked again, to the
-        numbers that adapters were trained on, unless they are to stay packed.
+        numbers that adapters were trained on, unless they are to stay packed. A rank of a `group`
+        reads its part, to use LoRA matrices that are split by `lora`.
         """
+        if group is not None:
+            reader = SplitReader(base, group, quantize)
+            model, processor = load_model(base, dtype, read=reader, plain=True)
+            return cls(base, model, processor, device, quantize, reader, lora)
         model, processor = load_model(base, dtype, quantize=quantize, device=device, plain=True)
         if quantize is not None and not packed:
             model = unpack(model, dtype)

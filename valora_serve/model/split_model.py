@@ -174,15 +174,16 @@ class _Part:
 
 
 class SplitHead(nn.Module):
-    """An output layer, of whose `vocabulary` each rank holds a part; the last may hold less."""
+    """An output layer, of whose vocabulary each rank holds a part; the last may hold less."""
 
     def __init__(self, head: nn.Linear, group: Group) -> None:
         super().__init__()
-        self.vocabulary = head.out_features
-        self._group, self._each = group, -(-self.vocabulary // group.size)
-        part = _vocabulary_slice(self.vocabulary, group)
-        # Whole where it is shared with the embeddings.
-        own = slice(part.start, part.stop) if len(head.weight) == self.vocabulary else slice(None)
+        self.out_features = head.out_features
+        self._group, self._each = group, -(-head.out_features // group.size)
+        own = slice(None)
+        if len(head.weight) == head.out_features:  # it is shared with the embeddings
+            part = _vocabulary_slice(head.out_features, group)
+            own = slice(part.start, part.stop)
         self._weight = head.weight.detach()[own]
         self._bias = None if head.bias is None else head.bias.detach()[own]
 
@@ -192,7 +193,7 @@ class SplitHead(nn.Module):
         if own.shape[1] < self._each:
             own = F.pad(own, (0, self._each - own.shape[1]))
         whole = torch.cat(tuple(self._group.gather(own)), dim=1)
-        return whole[:, : self.vocabulary].reshape(*hidden.shape[:-1], -1)
+        return whole[:, : self.out_features].reshape(*hidden.shape[:-1], -1)
 
 
 def _vocabulary_slice(vocabulary: int, group: Group) -> Slice:

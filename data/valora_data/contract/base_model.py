@@ -307,7 +307,7 @@ class BaseModel:
     @property
     def vocabulary(self) -> int:
         """Number of logits."""
-        return int(self.model.lm_head.weight.shape[0])
+        return int(self.model.lm_head.out_features)
 
     # --- prompts
 

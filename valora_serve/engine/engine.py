@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,13 +117,15 @@ class Engine:
         terms = sizing.lora_terms(self._modes)
         self.start_up = WarmUp(terms, lazy=settings.capture == LAZY)
         self.workers: Workers | None = None  # of a tensor-parallel group, in rank 0
+        # Makes a context in which the end of a process of the group is told as such.
+        self._explained: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if settings.tensor_parallel > 1 and group is None:
             if lmm is not None:
                 raise errors.SettingsError(
                     "tensor_parallel: expected no model, as each process reads its own part"
                 )
             self.workers = Workers(Engine, settings)
-            group = self.workers.group
+            group, self._explained = self.workers.group, self.workers.explained
         try:
             with self._explained():
                 self._open(lmm, cost_model, group)
@@ -402,10 +404,6 @@ class Engine:
         """Launch the next step and read the one before; return the outputs, in order."""
         with self._explained():
             return self._step()
-
-    def _explained(self) -> AbstractContextManager[object]:
-        """Context in which the end of a process of the group is told as such."""
-        return contextlib.nullcontext() if self.workers is None else self.workers.explained()
 
     def _step(self) -> list[Output]:
         self.start_up.prepare_missed(self.runner)

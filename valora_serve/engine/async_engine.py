@@ -231,13 +231,9 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ requests
 
-    async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+    def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         asked = (request, *request.also)
-        async with contextlib.aclosing(
-            self._answer(asked, lambda: self._engine.prepare_all(asked))
-        ) as outputs:
-            async for output in outputs:
-                yield output
+        return self._answer(asked, lambda: self._engine.prepare_all(asked))
 
     async def _answer(
         self,

@@ -180,17 +180,14 @@ def _policies(options: argparse.Namespace) -> list[str]:
 
 def _ways(options: argparse.Namespace) -> dict[str, Callable[[], Dispatch]]:
     settings = RouterSettings(seed=options.seed)
-    ways: dict[str, Callable[[], Dispatch]] = {}
-    for name in options.router or ["affinity"]:
-        if name in WAYS:
-            ways[name] = partial(WAYS[name], options.seed)
-        else:  # an unknown one is refused before anything is simulated
-            ways[name] = partial(_routed, ROUTERS[name], settings)
-    return ways
 
+    def routed(router: type[Router]) -> Dispatch:
+        return Dispatch(router(settings))
 
-def _routed(router: type[Router], settings: RouterSettings) -> Dispatch:
-    return Dispatch(router(settings))
+    return {  # an unknown one is refused before anything is simulated
+        name: partial(WAYS[name], options.seed) if name in WAYS else partial(routed, ROUTERS[name])
+        for name in options.router or ["affinity"]
+    }
 
 
 def _shares(options: argparse.Namespace) -> dict[str, float] | None:

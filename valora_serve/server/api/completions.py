@@ -107,30 +107,15 @@ class _Completion:
 
     async def json(self) -> bytes:
         lasts = await self.arrival.ask_all(self.requests)
-        parts = [await self._part(number, last) for number, last in enumerate(lasts)]
-        body = schema.CompletionAnswer(
-            id=self.id,
-            created=self.created,
-            model=self.arrival.model.name,
-            choices=[
-                schema.CompletionChoice(
-                    index=n, text=parts[n].text, finish_reason=self._finish_reason(last)
-                )
-                for n, last in enumerate(lasts)
-            ],
-            usage=self._used(lasts),
-            valora=self._block(lasts[0]),
-        ).model_dump()
+        choices = [self._choice(n, await self._part(n, one), one) for n, one in enumerate(lasts)]
+        used, block = self._used(lasts).model_dump(), self._block(lasts[0]).model_dump()
+        body = self._answer(choices) | {"usage": used, "valora": block}
         if self.body.logprobs is None:
             return common.to_json(body)
-        for part, choice in zip(parts, body["choices"], strict=True):
-            choice["logprobs"] = part.logprobs
         return await asyncio.to_thread(common.to_json, body)
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         lasts: dict[int, Output] = {}
-        base = {"id": self.id, "object": "text_completion", "created": self.created,
-                "model": self.arrival.model.name}  # fmt: skip
         begun: dict[int, int] = {}  # where the answers begin, behind what is echoed
         async with contextlib.aclosing(self.arrival.outputs(self.requests)) as outputs:
             async for number, output in outputs:
@@ -138,18 +123,28 @@ class _Completion:
                 begun[number] = part.start
                 if output.finish is None and not part.text and not part.logprobs["tokens"]:
                     continue
-                logprobs = None if self.body.logprobs is None else part.logprobs
-                choice = {"index": number, "text": part.text, "finish_reason": None,
-                          "logprobs": logprobs}  # fmt: skip
-                event = base | {"choices": [choice]}
+                event = self._answer([self._choice(number, part, output)])
                 if output.finish is not None:
                     lasts[number] = output
-                    choice["finish_reason"] = self._finish_reason(output)
                     event["valora"] = self._block(output).model_dump(exclude_none=True)
                 yield event
         if self.body.stream_options is not None and self.body.stream_options.include_usage:
             used = self._used([lasts[number] for number in sorted(lasts)])
-            yield base | {"choices": [], "usage": used.model_dump()}
+            yield self._answer([]) | {"usage": used.model_dump()}
+
+    def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id, "object": "text_completion", "created": self.created,
+            "model": self.arrival.model.name, "choices": choices,
+        }  # fmt: skip
+
+    def _choice(self, number: int, part: _Part, output: Output) -> dict[str, Any]:
+        reason = None if output.finish is None else common.finish_reason(output)
+        return {
+            "index": number, "text": part.text,
+            "logprobs": None if self.body.logprobs is None else part.logprobs,
+            "finish_reason": "length" if reason and self.body.max_tokens == 0 else reason,
+        }  # fmt: skip
 
     async def _part(self, number: int, output: Output, start: int | None = None) -> _Part:
         """What is new of an answer, which begins with the prompt if that is echoed."""
@@ -164,9 +159,6 @@ class _Completion:
         if self.body.max_tokens != 0:
             part.add(output)
         return part
-
-    def _finish_reason(self, last: Output) -> str:
-        return "length" if self.body.max_tokens == 0 else common.finish_reason(last)
 
     def _block(self, last: Output) -> schema.ValoraAnswer:
         return common.valora_block(

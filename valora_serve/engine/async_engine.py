@@ -69,7 +69,7 @@ class AsyncEngine:
         self.peers: dict[str, EngineStats] | None = None  # states of all replicas, by name
         self._profiler: Profiler | None = None
         if engine.tuning is not None:
-            engine.tuning.listen(self._wake.set)
+            engine.tuning.tuner.compiler.on_news = self._wake.set
         engine.runner.on_compiled = self._wake.set
         # For the event loop's thread; the engine's thread has a copy of its own.
         self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
@@ -143,7 +143,7 @@ class AsyncEngine:
         if self._profiler is not None:
             self._profiler.pause()
         if self._engine.tuning is not None:
-            self._engine.tuning.pause()
+            self._engine.tuning.tuner.pause()
 
     def _lost(self, reason: str) -> None:
         """Stop, as a process of the tensor-parallel group has ended; called in another thread."""

@@ -293,7 +293,7 @@ class Engine:
             found = tuning.go_on()
         except Exception:  # requests can be answered without it
             log.exception("tilings are not measured any more")
-            tuning.close()
+            tuning.tuner.close()
             self.tuning = None
             return False
         if tuning.adopted > adopted:  # steps cost less from now on
@@ -864,7 +864,7 @@ class Engine:
     def close(self) -> None:
         """Stop the workers and reading adapters from their files, and close the trace."""
         if self.tuning is not None:
-            self.tuning.close()
+            self.tuning.tuner.close()
         if self.workers is not None:
             with contextlib.suppress(errors.ServeError):  # a process has ended
                 self.runner.forget_graphs()  # NCCL does not end while graphs hold its calls

@@ -7,7 +7,7 @@ candidates, on a GPU that nothing else uses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +47,7 @@ class Tuning:
         self.adopted = 0  # how often steps have begun to choose from new measurements
         # Number of shapes that are measured, and of those that are or will be.
         self.progress = (0, 0)
-        self._tuner, self._file, self._linears, self._runner = tuner, file, linears, runner
+        self.tuner, self._file, self._linears, self._runner = tuner, file, linears, runner
         self._terms = [count for count in terms if count]
         self._cases = cases(most_rows, most_adapters, tuner.table.gpu)
         self._used = tuner.table  # by steps
@@ -56,7 +56,7 @@ class Tuning:
 
     def go_on(self) -> bool:
         """Do a piece of about a second without requests; False if there is none now."""
-        tuner = self._tuner
+        tuner = self.tuner
         known, wanted = tuner.table, self._wanted()
         with torch.inference_mode():
             piece = tuner.go_on(wanted)
@@ -66,24 +66,12 @@ class Tuning:
             self._keep()
         if piece is not Piece.NONE_LEFT:
             return piece is Piece.MEASURED
-        self.close()
+        tuner.close()  # it goes on all the same if there is more later
         return tuner.table is not self._used and self._renew()
-
-    def listen(self, on_news: Callable[[], None]) -> None:
-        """Call a function, in another thread, whenever `go_on` may have more to do."""
-        self._tuner.compiler.on_news = on_news
-
-    def pause(self) -> None:
-        """Leave the device's memory to others."""
-        self._tuner.pause()
 
     def restart(self) -> None:
         """Take note that graphs were captured anew, with the tilings in use."""
         self._renewed.clear()
-
-    def close(self) -> None:
-        """Free what is needed to measure; measuring goes on all the same if there is more."""
-        self._tuner.close()
 
     def _wanted(self) -> list[tuple[ProjectionGroup, Case]]:
         """Return the sizes of the language model's linears that have adapters."""
@@ -103,7 +91,7 @@ class Tuning:
 
     def _keep(self) -> None:
         """Write what is measured to the file, beside what other engines have measured."""
-        table = self._tuner.table
+        table = self.tuner.table
         others = read_table(self._file, table.gpu)
         entries = {**others.entries, **table.entries}
         try:
@@ -115,7 +103,7 @@ class Tuning:
 
     def _renew(self) -> bool:
         left = [one for one in self._runner.tiled(self._terms) if one not in self._renewed]
-        new = self._tuner.table
+        new = self.tuner.table
         if left:
             with using(new):
                 self._runner.renew(left[0])

@@ -368,15 +368,12 @@ class Machine:
     def _repeat(
         self, batch: list[tuple[SimulatedRequest, int]], seconds: float, until: float
     ) -> tuple[int, float]:
-        """How often a decode step repeats until the next event, and the seconds in all.
-
-        Each step takes longer than the one before, as every row has one more token in the KV cache.
-        """
+        """How often a decode step repeats until the next event, and the seconds in all."""
         times = min(r.left for r, _ in batch)
         loaded = (end for end in self.adapters.ends.values() if end > self.now)
         horizon = min(until, self.until, *loaded)
         rows = len(batch)
-        growth = self.cost.decode_seconds[KV_TOKEN] * rows
+        growth = self.cost.decode_seconds[KV_TOKEN] * rows  # a step's, by a token more in each row
         span = horizon - self.now
         if span < math.inf:
             # The least k with k·seconds + growth·k(k−1)/2 ≥ span.

@@ -56,7 +56,7 @@ def test_an_idle_engine_measures_and_adopts(tmp_path, monkeypatch):
     engine.warm_up()
     assert engine.tuning is not None
     news = threading.Event()
-    engine.tuning.listen(news.set)
+    engine.tuning.tuner.compiler.on_news = news.set
     shipped = table_of(engine.runner._lora.gpu)
     before, longest, start = logprobs(engine, names), 0.0, time.perf_counter()
     while not engine.tuning.adopted:
@@ -71,7 +71,7 @@ def test_an_idle_engine_measures_and_adopts(tmp_path, monkeypatch):
     print(f"{measured} of {wanted} shapes in {time.perf_counter() - start:.0f} s, longest piece "
           f"{longest:.2f} s")  # fmt: skip
     assert 0 < measured <= wanted
-    assert not engine.tuning._tuner.skipped
+    assert not engine.tuning.tuner.skipped
     table = table_of(engine.runner._lora.gpu)
     assert table is not shipped
     kept = read_table(next(tmp_path.glob("*.json")), table.gpu).entries

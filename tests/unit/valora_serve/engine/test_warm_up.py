@@ -331,7 +331,7 @@ def test_steps_choose_from_what_was_measured(tunable, tmp_path):
     while engine.tune():
         progress.append(tuning.progress)
         if len(progress) % 5 == 0:  # a request comes in between
-            tuning.pause()
+            tuning.tuner.pause()
             assert tokens(engine, asked) == expected
     assert progress == sorted(progress)
     stats = engine.stats()
@@ -384,7 +384,7 @@ def test_a_measurement_that_fails_ends_nothing_else(tunable, caplog):
         raise RuntimeError("no such kernel")
 
     engine = tunable()
-    engine.tuning._tuner._clock = fails
+    engine.tuning.tuner._clock = fails
     prepared(engine, engine.tune)
     assert engine.tuning is None
     assert "tilings are not measured any more" in caplog.text

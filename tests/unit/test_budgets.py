@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_148,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_003,
-    "valora_serve": 28_276,
+    "valora_serve": 28_261,
     "tests/*/valora_train": 6_909,
     "tests/*/valora_data": 3_472,
     "tests/*/valora_teachers": 1_111,

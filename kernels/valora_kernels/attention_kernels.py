@@ -41,9 +41,10 @@ def append_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def attention_kernel(
     out, partial, sums, query, query_row, query_head, key, key_row, key_head, value, value_row,
-    value_head, keys, values, page_stride, token_stride, tiles, indices, rows, scale,
+    value_head, keys, values, page_stride, token_stride, tiles, indices, ends, rows, scale,
     G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, SPLITS: tl.constexpr, FUSED: tl.constexpr, PRECISION: tl.constexpr,
+    SEEN: tl.constexpr,
 ):  # fmt: skip
     """Attend causally from one tile of rows, for one head of keys and values and one split.
 
@@ -54,6 +55,7 @@ def attention_kernel(
     page of the sequence in `indices` (int32), first row of the tile, its rows (0 if it is empty),
     position of the first one. `scale` has the factor log2(e). A tile has room for BM rows times G;
     BN tokens are read at a time. FUSED: tiles have one row, whose key and value are written here.
+    SEEN: a row sees `ends` [rows] int32 tokens of its sequence, not those up to its own.
     """
     head, split = tl.program_id(1), tl.program_id(2)
     tile = tiles + 4 * tl.program_id(0)
@@ -64,15 +66,18 @@ def attention_kernel(
     cached = position + count
     if FUSED:
         cached = position  # the row's own key is taken from `key`
+    m = tl.arange(0, BM)
+    own, of_group = m // G, m % G
+    live = own < count
+    if SEEN:
+        limits = tl.load(ends + row + own, mask=live, other=0)
+        cached = tl.max(limits, 0)
     span = tl.cdiv(tl.cdiv(cached, BN), SPLITS) * BN
     begin = split * span
     end = tl.minimum(begin + span, cached)
     if (split > 0) & (begin >= end):
         return
 
-    m = tl.arange(0, BM)
-    own, of_group = m // G, m % G
-    live = own < count
     d = tl.arange(0, DP)
     wide = d < D
     q_at = (row + own) * query_row + (head * G + of_group) * query_head
@@ -90,7 +95,10 @@ def attention_kernel(
             keys + at[None, :] + d[:, None], mask=inside[None, :] & wide[:, None], other=0.0
         )
         scores = tl.dot(q, k, input_precision=PRECISION) * scale
-        seen = inside[None, :] & (n[None, :] <= position + own[:, None])
+        if SEEN:
+            seen = inside[None, :] & (n[None, :] < limits[:, None])
+        else:
+            seen = inside[None, :] & (n[None, :] <= position + own[:, None])
         scores = tl.where(seen, scores, float("-inf"))
         above = tl.maximum(most, tl.max(scores, 1))
         base = tl.where(above == float("-inf"), 0.0, above)

@@ -11,6 +11,11 @@ from pathlib import Path
 import torch
 from transformers import (
     CLIPImageProcessor,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
     GotOcr2ImageProcessor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
@@ -77,6 +82,19 @@ MISTRAL_TEMPLATE = (
     "{% for c in m['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
     "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] }}"
     "{% endfor %}{{ ' [/INST]' }}{% endif %}{% endfor %}"
+)
+# As in gemma-3-4b-it: a system turn joins the first turn of a user, and turns alternate.
+GEMMA_TEMPLATE = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{% set prefix = messages[0]['content'][0]['text'] + '\n\n' %}{% set turns = messages[1:] %}"
+    "{% else %}{% set prefix = '' %}{% set turns = messages %}{% endif %}"
+    "{% for m in turns %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('turns must alternate') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' }}"
+    "{{ prefix if loop.first else '' }}{% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}<start_of_image>{% else %}{{ c['text'] | trim }}{% endif %}"
+    "{% endfor %}{{ '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 WORDS_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -309,6 +327,42 @@ def save_llava_next(folder, seed=0):
     return _save(folder, LlavaNextForConditionalGeneration(config), processor, seed)
 
 
+GEMMA3 = {
+    "head_dim": HEAD_DIM, "query_pre_attn_scalar": 24, "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    },
+}  # fmt: skip
+
+
+def save_gemma3(folder, seed=0):
+    """Gemma 3: an image is 16 tokens that see each other; a layer attends in a window."""
+    names = {
+        "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>",
+        "image_token": "<image_soft_token>",
+    }  # fmt: skip
+    tokenizer = _tokenizer(["<start_of_turn>", "<end_of_turn>"], "<end_of_turn>", **names)
+    sides = {"height": 2 * CROP, "width": 2 * CROP}
+    processor = Gemma3Processor(
+        Gemma3ImageProcessor(size=sides),
+        tokenizer,
+        chat_template=GEMMA_TEMPLATE,
+        image_seq_length=16,
+    )
+    vision = {**SIGLIP, "model_type": "siglip_vision_model", "image_size": 2 * CROP}
+    config = Gemma3Config(
+        vision_config={**vision, "vision_use_head": False},
+        text_config={**_text(tokenizer, "gemma3_text"), **GEMMA3, "tie_word_embeddings": True},
+        mm_tokens_per_image=16,
+        boi_token_index=tokenizer.boi_token_id,
+        eoi_token_index=tokenizer.eoi_token_id,
+        image_token_index=tokenizer.image_token_id,
+    )
+    return _save(folder, Gemma3ForConditionalGeneration(config), processor, seed)
+
+
 def _idefics3(processor, config, model, folder, seed):
     tokenizer = processor.tokenizer
     made = config(
@@ -401,6 +455,7 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
 }  # fmt: skip
 TEXT_CHECKPOINTS = {
+    "gemma3_text": partial(_save_words, Gemma3ForCausalLM, True, **GEMMA3),
     "llama": partial(_save_words, LlamaForCausalLM, True, rope_parameters=LLAMA3_ROPE),
     "mistral": partial(_save_words, MistralForCausalLM, False, sliding_window=None),
     "qwen2": partial(_save_words, Qwen2ForCausalLM, True),
@@ -408,6 +463,7 @@ TEXT_CHECKPOINTS = {
 }
 """Builders of models without images, the first and third with tied embeddings."""
 CHECKPOINTS = {
+    "gemma3": save_gemma3,
     "idefics3": save_idefics3,
     "internvl": save_internvl,
     "llava": save_llava,
@@ -418,7 +474,7 @@ CHECKPOINTS = {
     "smolvlm": save_smolvlm,
 }
 """Builders by family; each takes a folder and a seed."""
-FRAMES_AS_IMAGES = ("idefics3", "llava", "llava_next")
+FRAMES_AS_IMAGES = ("gemma3", "idefics3", "llava", "llava_next")
 """Families without videos."""
 APART = ("internvl", "smolvlm")
 """Families whose prompts have images or videos, not both."""

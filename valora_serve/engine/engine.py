@@ -155,7 +155,7 @@ class Engine:
         if cuda if settings.compile is None else settings.compile:
             lmm.compile_layers()
         self._overlap = cuda if settings.overlap is None else settings.overlap
-        self.context_length = min(settings.context_length or lmm.context_length, lmm.context_length)
+        self.context_length = sizing.context_length(settings, lmm)
         mergeable = self._modes != {Mode.UNMERGED} and lmm.mergeable
 
         # Pages, and what lies in them
@@ -621,7 +621,9 @@ class Engine:
             if sequence.view.pair and self.merge_state.adapter is not None:
                 continue  # beside a merged adapter rows have room for one of their own
             count = min(tokens, sequence.length - sequence.computed)
-            if reserve(sequence.id, sequence.computed + count):
+            if sequence.view.blocks:  # of which the policy did not know what is cached
+                count = sequence.view.whole(count)
+            if count and reserve(sequence.id, sequence.computed + count):
                 shares.append((sequence, count))
         # Only now, as the adapters of the batch are pinned and a prefetch cannot evict them.
         self._prefetch(decision.prefetch)

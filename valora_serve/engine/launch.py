@@ -58,6 +58,8 @@ def make_work(
         if prompt.positions is not None:
             work.positions = sequence.positions(start, end)
         work.visuals = sequence.visuals(start, end)
+        blocks = sequence.view.blocks
+        work.blocks = [one for one in blocks if start <= one[0] and one[1] <= end]
         if sequence.scores is not None:  # those of the prompt's tokens that follow
             work.targets = sequence.ids[start + 1 : min(end + 1, sequence.prompt_tokens)]
         work.prompt_logprobs = sequence.request.sampling.prompt_logprobs or 0

@@ -104,7 +104,8 @@ class Preprocessing:
             )
         now = time.monotonic()
         vision = b"".join(adapter.vision_content.encode() for adapter, _ in target.terms)
-        spans = [span for item in prompt.visuals for span in item.spans(vision)]
+        whole = self._lmm.block > 0
+        spans = [span for item in prompt.visuals for span in item.spans(vision, whole=whole)]
         view = RequestView(
             id=request.id,
             adapter=" + ".join(k if w == 1 else f"{k}*{w!r}" for k, w in adapters.items()) or None,
@@ -116,6 +117,7 @@ class Preprocessing:
             pages=-(-(len(ids) + 1) // size) - own,
             adapter_pages=adapter_pages,
             images=len(prompt.visuals),
+            blocks=[(span.start, span.stop) for span in spans if span.whole],
             deadline=None if request.deadline is None else now + request.deadline,
             domain=request.model if target.model.kind == "domain" else None,
             latency_limit=request.deadline,

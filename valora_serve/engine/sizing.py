@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 from bisect import bisect_left
@@ -21,6 +22,8 @@ from valora_serve.types import Mode
 if TYPE_CHECKING:
     from valora_serve.memory.unified import PageShape
     from valora_serve.model.lmm import Lmm
+
+log = logging.getLogger(__name__)
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320,
                 384, 448, 512)  # fmt: skip
@@ -97,6 +100,21 @@ def tiling_file(settings: EngineSettings, gpu: str) -> Path:
     folder = settings.tiling_folder
     name = gpu.lower().replace(" ", "_").replace("/", "_")
     return (Path(folder) if folder else cache_folder() / "tilings") / f"{name}.json"
+
+
+def context_length(settings: EngineSettings, lmm: Lmm) -> int:
+    """Return the longest prompt and answer together; or a `SettingsError` about `max_tokens`."""
+    beside = settings.max_requests - 1
+    if lmm.block and settings.max_tokens < lmm.block + beside:
+        raise SettingsError(
+            f"max_tokens={settings.max_tokens}: base model {lmm.base} computes the {lmm.block} "
+            f"tokens of an image in one step, beside up to {beside} requests that decode: raise it "
+            f"to {lmm.block + beside}, or lower max_requests"
+        )
+    found = min(settings.context_length or lmm.context_length, lmm.context_length)
+    if found == lmm.window:
+        log.warning("context_length=%d, as layers of %s attend in such windows", found, lmm.base)
+    return found
 
 
 def decode_sizes(settings: EngineSettings) -> list[int]:

@@ -122,6 +122,7 @@ class ImageSpan:
     start: int
     stop: int
     key: bytes
+    whole: bool = False  # whether they see each other, so that none is right without the others
 
 
 @dataclass(slots=True)
@@ -186,6 +187,10 @@ class BlockManager:
                 if block is None:
                     break
                 blocks.append(block)
+            for span in reversed(spans):
+                cached = (shared + len(blocks)) * self.block_size
+                if span.whole and span.start < cached < span.stop:
+                    del blocks[max(span.start // self.block_size - shared, 0) :]
         return (shared + len(blocks)) * self.block_size, blocks
 
     def open(

@@ -341,6 +341,8 @@ class PromptGraphs(Graphs[PromptGraph]):
             return None
         if visual is not None and visual.deep:
             return None  # these images also change the output of later layers
+        if rows.seen is not None:
+            return None  # a graph's rows see the tokens up to their own
         graph = self._best(used, 0 if terms is None else terms.width)
         if graph is None or len(rows.lengths) > graph.sequences:
             return None

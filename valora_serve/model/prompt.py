@@ -52,12 +52,12 @@ class Visual:
         """Indices in the prompt of the tokens that heads read, row by row of the grid."""
         return self.at if self.cells is None else self.at[self.cells]
 
-    def spans(self, key: bytes) -> list[ImageSpan]:
+    def spans(self, key: bytes, *, whole: bool = False) -> list[ImageSpan]:
         """Runs of its tokens for the prefix cache; `key` hashes the adapter's vision weights."""
         cuts = np.flatnonzero(np.diff(self.at) != 1) + 1
         runs = np.split(self.at, cuts)
         return [
-            ImageSpan(int(run[0]), int(run[-1]) + 1, self.key + b"|%d|" % number + key)
+            ImageSpan(int(run[0]), int(run[-1]) + 1, self.key + b"|%d|" % number + key, whole)
             for number, run in enumerate(runs)
         ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -167,7 +168,8 @@ class ModelRunner:
         if decoding:
             tokens[own] = self._last_tokens[at_own]
         lengths = np.array([work.start + work.count for work in works], np.int32)
-        rows = Rows(starts, lengths, [work.table for work in works])
+        seen = _seen(works) if any(work.blocks for work in works) else None
+        rows = Rows(starts, lengths, [work.table for work in works], seen)
         hidden = self._layers(tokens, shown, rows, terms, self._visual_rows(works, starts))
         kept: list[Tensor | None] = [None] * len(works)
         if keeping:
@@ -484,12 +486,15 @@ class ModelRunner:
         shape = (3, rows) if self._lmm.three_positions else (rows,)
         positions = torch.zeros(shape, dtype=torch.int64, device=self._device)
         table = [0] * -(-rows // self._resources.cache.block_size)
-        plan = self._resources.backend.plan(
-            Rows(np.array([0, rows], np.int32), np.array([rows], np.int32), [table])
-        )
+        one = Rows(np.array([0, rows], np.int32), np.array([rows], np.int32), [table])
         if terms:
             self._resources.fill_typical(self._lora, rows, terms, rows, 1)
-        self._lmm.hidden(positions.new_zeros(rows), positions, plan)
+        kinds = [one]
+        if self._lmm.block:  # another kernel computes steps with images
+            kinds.append(replace(one, seen=np.full(rows, rows, np.int32)))
+        for kind in kinds:
+            plan = self._resources.backend.plan(kind)
+            self._lmm.hidden(positions.new_zeros(rows), positions, plan)
 
     # ------------------------------------------------------------------ images
 
@@ -518,6 +523,15 @@ class ModelRunner:
                 return self._lmm.encode(visuals) if found is None else found
             with self._lmm.linears.scope.vision(batch_of):
                 return self._lmm.encode(visuals)
+
+
+def _seen(works: Sequence[Work]) -> NDArray[np.int32]:
+    """Return how many tokens of its sequence each row sees, see `Rows.seen`."""
+    found = [np.arange(one.start + 1, one.start + one.count + 1, dtype=np.int32) for one in works]
+    for work, own in zip(works, found, strict=True):
+        for first, end in work.blocks:
+            own[first - work.start : end - work.start] = end
+    return np.concatenate(found)
 
 
 def _doublings(most: int) -> list[int]:

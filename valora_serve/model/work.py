@@ -39,6 +39,7 @@ class Work:
     # Of each image or video in the share: offsets of its visual tokens in the share ([tokens]
     # int64), its features, and the rows of the features that they take.
     visuals: Sequence[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]] = ()
+    blocks: Sequence[tuple[int, int]] = ()  # see `RequestView.blocks`, those in the share
     choice: TokenChoice | None = None  # None while prompt tokens are left to prefill
     logprobs: int | None = None  # top log probabilities to return; None for none at all
     keep: NDArray[np.int64] | None = None  # [rows] offsets of the states that a head reads

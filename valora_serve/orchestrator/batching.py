@@ -125,10 +125,10 @@ class BatchBuilder:
             prefilling = self._add_decoding(sorted(running, key=by_age), skip=True)
         budget = self.tokens if plan.budget is None else min(plan.budget, self.tokens)
         for request in sorted(prefilling or (), key=has_limit, reverse=True):
-            tokens = min(request.prompt_left, limits.chunk, budget)
-            if tokens <= 0:
+            if budget <= 0:
                 break
-            if self._fits(request.adapter) and request.pages <= self.pages:
+            tokens = self._prompt_tokens(request, budget)
+            if tokens and self._fits(request.adapter) and request.pages <= self.pages:
                 self.pages -= request.pages
                 self._add(request, tokens)
                 budget -= tokens
@@ -218,6 +218,17 @@ class BatchBuilder:
         self.adapters.add(adapter)
         return True
 
+    def _prompt_tokens(self, request: RequestView, budget: int) -> int:
+        """Tokens of a prompt within the limits; of an image's block all or none.
+
+        The first prompt of a step gets its block, whatever the budget.
+        """
+        tokens = min(max(1, request.prompt_left), self.view.limits.chunk, budget)
+        if not request.blocks:
+            return tokens
+        most = budget if self.prompt_tokens else self.tokens
+        return request.whole(tokens) or (request.least if request.least <= most else 0)
+
     def _add(self, request: RequestView, tokens: int) -> None:
         self.items.append((request.id, tokens))
         self.requests.append(request)
@@ -248,7 +259,8 @@ class BatchBuilder:
             need = self._need(request)
             # What is preempted soon after its admission was computed in vain.
             room = self.pages if request.id in urgent else self.pages - HEADROOM * growing
-            if need > room or not self._fits(adapter):
+            tokens = self._prompt_tokens(request, budget)
+            if not tokens or need > room or not self._fits(adapter):
                 if starved or plan.strict:
                     break
                 continue
@@ -256,7 +268,6 @@ class BatchBuilder:
             self.pages -= need
             growing += 1
             slots -= 1
-            tokens = min(max(1, request.prompt_left), limits.chunk, budget)
             budget -= tokens
             self._add(request, tokens)
 
@@ -293,7 +304,7 @@ class BatchBuilder:
             return
         self.pages = self._free_pages() - self._need(head)
         budget = self.tokens if self.plan.budget is None else max(1, self.plan.budget)
-        self._add(head, min(max(1, head.prompt_left), self.view.limits.chunk, self.tokens, budget))
+        self._add(head, self._prompt_tokens(head, min(self.tokens, budget)))
 
     def _preempt_for_urgent(self) -> None:
         """Preempt running requests without a latency limit for the first urgent one, if it fits."""

@@ -43,6 +43,21 @@ class RequestView:
     credit: float = 0.0  # waiting plus predicted execution and switch; written by the policy
     served: float | None = None  # when it was last in a batch; written by the policy
     pair: bool = False  # whether two adapters apply, which only unmerged mode computes
+    # First token, and the one behind the last, of each image whose tokens see each other: a step
+    # computes all of them or none.
+    blocks: Sequence[tuple[int, int]] = ()
+
+    def whole(self, tokens: int) -> int:
+        """Return how many of at most so many next tokens end in none of the `blocks`."""
+        end = self.kv_tokens + tokens
+        inside = next((start for start, stop in self.blocks if start < end < stop), end)
+        return max(inside - self.kv_tokens, 0)
+
+    @property
+    def least(self) -> int:
+        """Fewest of the next tokens that a step can compute."""
+        at = self.kv_tokens
+        return next((stop - at for start, stop in self.blocks if start <= at < stop), 1)
 
 
 @dataclass(frozen=True, slots=True)

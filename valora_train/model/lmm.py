@@ -206,18 +206,24 @@ class Lmm(BaseModel):
         return self._with_answer(item, example)
 
     def _with_answer(self, item: Encoded, example: Example) -> Encoded:
-        if example.answer is None:
-            return item
-        answer, positions = self._answer(example.answer(item.seen)), item.positions
-        if positions is not None:
-            more = int(positions.max()) + 1 + torch.arange(len(answer))
-            positions = torch.cat([positions, more.expand(3, -1)], dim=1)
-        return replace(
-            item,
-            ids=torch.cat([item.ids, answer]),
-            visual=torch.cat([item.visual, torch.zeros_like(answer, dtype=torch.bool)]),
-            positions=positions,
-        )
+        if example.answer is not None:
+            answer, positions = self._answer(example.answer(item.seen)), item.positions
+            if positions is not None:
+                more = int(positions.max()) + 1 + torch.arange(len(answer))
+                positions = torch.cat([positions, more.expand(3, -1)], dim=1)
+            item = replace(
+                item,
+                ids=torch.cat([item.ids, answer]),
+                visual=torch.cat([item.visual, torch.zeros_like(answer, dtype=torch.bool)]),
+                positions=positions,
+            )
+        if self.window is not None and item.length > self.window:
+            raise DataError(
+                f"an example has {item.length} tokens with its answer, but base model {self.base} "
+                f"attends in windows of {self.window}, up to which it is trained and served: "
+                "shorten it, or use another model"
+            )
+        return item
 
     def _answer(self, answer: str) -> Tensor:
         """The token ids of an answer as the chat template writes it, with its end token."""
@@ -276,6 +282,7 @@ class Lmm(BaseModel):
             extra["position_ids"] = positions.permute(2, 0, 1).to(self.device)
         if deep:
             extra |= self.architecture.deep_arguments(visual, deep)
+        extra |= self.architecture.attention(self.model, embedded, visual)
         self.adapters.act_from([item.prompt - 1 for item in batch], ids.shape[1])
         output = self.language_model(inputs_embeds=embedded, use_cache=use_cache, **extra)
         return ids, output
@@ -308,7 +315,9 @@ class Lmm(BaseModel):
                 _, output = self._run([batch[row] for row in rows], use_cache=True)
                 self.adapters.act_everywhere()
                 hidden, cache = output.last_hidden_state, output.past_key_values
-                texts = write_on(self, hidden, cache, batch[rows[0]].end, max_tokens)
+                room = max(self.context_length - batch[rows[0]].length, 1)
+                most = min(max_tokens, room)
+                texts = write_on(self, hidden, cache, batch[rows[0]].end, most)
             for row, text in zip(rows, texts, strict=True):
                 answers[row] = text
         return answers

@@ -137,7 +137,8 @@ def check_image_token(base: str, config: Any, processor: Any) -> None:
         raise BundleError(f"{text} LLaVA, SmolVLM, InternVL or Qwen-VL model")
     word = str(getattr(processor, "image_token", None) or tokenizer.convert_ids_to_tokens(token))
     ids = tokenizer(word, add_special_tokens=False)["input_ids"]
-    if ids != [token]:
+    # Gemma 3's processor writes an image's tokens behind the one that begins it.
+    if ids not in ([token], [getattr(config, "boi_token_id", token)]):
         raise BundleError(
             f"the tokenizer of base model {base} splits the image token {word!r} into {len(ids)} "
             f"tokens instead of the one with id {token}: add it to the tokenizer as a special token"
@@ -173,6 +174,7 @@ class _ImageProcessor:
                     plane[:] = np.asarray(image.getchannel(channel))
             parts.append(self._image_processor([[one] if nested else one], *others, **options))
         found = parts[0]
+        of_prompts = int(nested and found[PIXELS[IMAGE]].dim() == 5)  # not so with Gemma 3
         for name in list(found):
             values = [part[name] for part in parts]
             if not torch.is_tensor(values[0]):
@@ -181,9 +183,9 @@ class _ImageProcessor:
             if not nested and values[0].dim() == 5:  # filled up to the most crops
                 most, pad = max(value.shape[1] for value in values), torch.nn.functional.pad
                 values = [pad(value, (*(0,) * 7, most - value.shape[1])) for value in values]
-            if len({value.shape[1 + nested :] for value in values}) > 1:
+            if len({value.shape[1 + of_prompts :] for value in values}) > 1:
                 raise ValueError("images of different sizes do not fit into one batch")
-            found[name] = torch.cat(values, dim=int(nested))
+            found[name] = torch.cat(values, dim=of_prompts)
         return found
 
 
@@ -234,15 +236,29 @@ class PlainText:
 
 def _check_attention(base: str, text: Any) -> None:
     """Refuse a language model whose tokens' keys and values do not depend on the past alone."""
+    ropes = getattr(text, "rope_parameters", None) or {}
+    for part in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
+        if (rope := part.get("rope_type")) in ("dynamic", "longrope"):
+            why = f"turns positions by the length of the prompt (rope_type {rope})"
+            text = f"base model {base} {why}: use another model, or one with a fixed scaling"
+            raise BundleError(text)
+    for name in (
+        "use_bidirectional_attention",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    ):
+        if getattr(text, name, None):
+            raise BundleError(f"base model {base} has {name}, which is not served: use another")
+
+
+def _window_of(text: Any) -> int | None:
+    """Most tokens that a layer attends to, if fewer than positions; None if all attend to all."""
     window = getattr(text, "sliding_window", None)
-    uses = getattr(text, "use_sliding_window", window is not None)
-    if window and uses and window < text.max_position_embeddings:
-        text = f"base model {base} attends in windows of {window} tokens, which paged attention"
-        raise BundleError(f"{text} does not do: use a model with full attention")
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-    if rope in ("dynamic", "longrope"):
-        text = f"base model {base} turns positions by the length of the prompt (rope_type {rope})"
-        raise BundleError(f"{text}: use another model, or one with a fixed scaling")
+    kinds = getattr(text, "layer_types", None) or ("sliding_attention",)
+    if not window or not getattr(text, "use_sliding_window", True):
+        return None
+    shorter = "sliding_attention" in kinds and window < text.max_position_embeddings
+    return int(window) if shorter else None
 
 
 class BaseModel:
@@ -262,12 +278,16 @@ class BaseModel:
         _check_attention(base, text)
         self.takes_images = family.takes_images
         self.width = int(text.hidden_size)
-        self.context_length = int(text.max_position_embeddings)  # of prompt and answer together
+        # Up to the window of its layers, attention in it is full attention.
+        self.window = _window_of(text)
+        # Of prompt and answer together.
+        self.context_length = self.window or int(text.max_position_embeddings)
         # Id that stands for a visual token; None where there are none.
         self.image_token: Any = int(self.config.image_token_id) if self.takes_images else None
         self.video_token = family.video_token(self.config)
         self.three_positions = family.three_positions
         self.fixed_grid = family.fixed_grid(self.config)
+        self.block = family.block(self.config)
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
         self.stop_ids = frozenset(int(token) for token in ends if token is not None)

@@ -44,6 +44,7 @@ def read_head(
         embedded = embedded.masked_scatter(visual[..., None], torch.cat(features).to(embedded))
         if deep:
             extra |= family.deep_arguments(visual, deep)
+        extra |= family.attention(model.model, embedded, visual)
         if (found := family.positions(model.model, inputs, model.config)) is not None:
             extra["position_ids"] = found[0][:, None].to(model.device)
             position = int(found[0].max()) + 1

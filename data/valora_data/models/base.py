@@ -180,6 +180,17 @@ class Architecture:
         layers = [part if torch.is_tensor(part) else torch.cat(tuple(part)) for part in deep]
         return list(output.pooler_output), layers
 
+    def block(self, config: Any) -> int:
+        """Return the tokens of an image if they attend to each other in both directions, else 0."""
+        return 0
+
+    def attention(self, model: Any, embedded: Tensor, visual: Tensor) -> dict[str, Any]:
+        """Return the decoder's arguments for the attention among images' tokens in whole prompts.
+
+        `embedded` is [batch, tokens, width], `visual` [batch, tokens] bool.
+        """
+        return {}
+
     def deep_arguments(self, visual: Tensor, deep: list[Tensor]) -> dict[str, Any]:
         """Return the decoder's arguments for DeepStack; `visual` [batch, tokens] says where."""
         return {"visual_pos_masks": visual, "deepstack_visual_embeds": deep}

@@ -7,10 +7,11 @@ from valora_data.models.base import Architecture
 from valora_data.registry import Registry
 
 _FAMILIES = {
+    "gemma3:Gemma3": ("gemma3",),
     "idefics3:Idefics3": ("idefics3", "smolvlm"), "internvl:InternVL": ("internvl",),
     "llava:Llava": ("llava",), "llava_next:LlavaNext": ("llava_next",),
     "qwen_vl:QwenVL": ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"),
-    "text:TextModel": ("llama", "mistral", "qwen2", "qwen3"),
+    "text:TextModel": ("gemma3_text", "llama", "mistral", "qwen2", "qwen3"),
 }  # fmt: skip
 _PLACES = {name: f"valora_data.models.{at}" for at, names in _FAMILIES.items() for name in names}
 ARCHITECTURES: Registry[type[Architecture]] = Registry(
@@ -22,12 +23,6 @@ def family_of(name: str, base: str = "custom") -> Architecture:
     """The family of a ``model_type``; or a `BundleError`."""
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]()
-    if name.startswith("gemma3"):
-        raise BundleError(
-            f"base model {base} ({name}) is not served: its layers attend in windows, and to later "
-            "tokens of an image, which paged attention does not do: use SmolVLM, InternVL3, "
-            "LLaVA-NeXT or Qwen-VL"
-        )
     raise BundleError(
         f"base model {base} has the architecture {name!r}, which is not one of "
         f"{', '.join(sorted(ARCHITECTURES))}: choose another base model, or register the "

@@ -1,4 +1,4 @@
-"""Language models without a vision side: Llama, Mistral, Qwen2 and Qwen3."""
+"""Language models without a vision side: Gemma 3, Llama, Mistral, Qwen2 and Qwen3."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ TEMPLATE = {"date_string": "26 Jul 2024", "enable_thinking": False}
 
 
 class TextModel(Architecture):
-    """A causal language model: ``lm_head`` of the decoder's output is logits, attention is full."""
+    """A causal language model: ``lm_head`` of its output is logits, attention causal."""
 
     takes_images = False
     auto = "AutoModelForCausalLM"

@@ -63,6 +63,9 @@ class Rows:
     starts: NDArray[np.int32]  # [n + 1], first row of each sequence
     lengths: NDArray[np.int32]  # [n], tokens of each sequence in the KV cache after this step
     tables: Sequence[Sequence[int]]  # pages of each in order, possibly more than it needs yet
+    # [rows], how many of its sequence's first tokens each row sees, as those of an image may see
+    # later ones of it; None: each row sees those up to its own.
+    seen: NDArray[np.int32] | None = None
 
     @property
     def positions(self) -> NDArray[np.int64]:

@@ -31,7 +31,11 @@ from valora_serve.model.attention.base import (
     to_device,
 )
 from valora_serve.model.attention.compiling import side_by_side
-from valora_serve.model.attention.triton_backend import TritonBackend, TritonMixedPlan
+from valora_serve.model.attention.triton_backend import (
+    TritonBackend,
+    TritonDecodePlan,
+    TritonMixedPlan,
+)
 from valora_serve.toolkit import find_own_programs, missing_tools
 
 WORKSPACE_BYTES = 256 << 20  # of the buffer that FlashInfer's kernels share
@@ -69,7 +73,7 @@ class FlashInferBackend(AttentionBackend):
         self._prompts = self._prefill_wrapper("fa3" if self._hopper else "auto")
         self._decode = self._decode_wrapper()
         self._mixed_decodes: dict[int, FixedDecode] = {}
-        self._grouped: TritonBackend | None = None
+        self._triton: TritonBackend | None = None
         if self._hopper:  # elsewhere FlashAttention 2 keeps 128 rows of each: 2 MB with 32 heads
             self.most_mixed = 512
 
@@ -129,7 +133,11 @@ class FlashInferBackend(AttentionBackend):
         )
         side_by_side([partial(run, job) for job in jobs])
 
-    def plan(self, rows: Rows) -> FlashInferPlan:
+    def plan(self, rows: Rows) -> FlashInferPlan | TritonDecodePlan | TritonMixedPlan:
+        if rows.seen is not None:
+            # FlashAttention 3 takes no mask, and that of 2 is a bit for each row and token, made
+            # on the host; our own kernel reads a number for each row, from the same pages.
+            return self._own().plan(rows)
         cache, decoding = self._cache, rows.decoding
         indices, indptr = rows.indices(cache.block_size)
         last = last_lengths(rows.lengths, cache.block_size)
@@ -151,6 +159,11 @@ class FlashInferBackend(AttentionBackend):
     def mixed_plan(self, sequences: int, rows: int) -> FlashInferMixedPlan:
         return self._mixed_plan(sequences, rows, None)
 
+    def _own(self) -> TritonBackend:
+        if self._triton is None:
+            self._triton = TritonBackend(self._cache)
+        return self._triton
+
     def crowd(self, sequences: int) -> int | None:
         """Rows that decode from which on `crowded_plan` is faster; None except on Hopper GPUs."""
         if not self._hopper:
@@ -165,9 +178,7 @@ class FlashInferBackend(AttentionBackend):
         if not self._hopper:
             return None
         if self._shares_keys:
-            if self._grouped is None:
-                self._grouped = TritonBackend(self._cache)
-            return self._grouped.mixed_plan(sequences, rows)
+            return self._own().mixed_plan(sequences, rows)
         # Plans of all numbers of rows take turns with it: a wrapper has 8 MB of its own.
         decode = self._mixed_decodes.get(sequences)
         if decode is None:

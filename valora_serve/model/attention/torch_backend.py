@@ -42,6 +42,9 @@ class TorchPlan:
             length = int(rows.lengths[sequence])
             table = rows.tables[sequence][: -(-length // cache.block_size)]
             seen = torch.arange(length)[None] <= torch.arange(length - count, length)[:, None]
+            if rows.seen is not None:
+                ends = torch.from_numpy(rows.seen[start : start + count])
+                seen = torch.arange(length)[None] < ends[:, None]
             pages = torch.tensor(list(table), device=device)
             self._long.append((slice(start, start + count), pages, seen.to(device)))
         single = np.flatnonzero(counts == 1)

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from valora_kernels.launching import power_of_two, precision_of
 from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, check_room, pinned
+from valora_serve.model.attention.base import (
+    AttentionBackend,
+    KVCache,
+    Rows,
+    check_room,
+    pinned,
+    to_device,
+)
 
 LOG2E = log2(np.e)
 
@@ -132,6 +139,7 @@ class TritonPlan:
         *,
         splits: int = 1,
         fused: bool = False,
+        seen: Tensor | None = None,
     ) -> None:
         from valora_kernels import attention_kernels as k
 
@@ -140,10 +148,11 @@ class TritonPlan:
         strides = [part for one in tensors for part in (one, one.stride(0), one.stride(1))]
         k.attention_kernel[(len(tiles) // 4, cache.kv_heads, splits)](
             out, partial, sums, *strides,
-            keys, values, keys.stride(0), keys.stride(1), tiles, self._tables, len(out),
+            keys, values, keys.stride(0), keys.stride(1), tiles, self._tables, seen, len(out),
             scale * LOG2E,
             G=tiling.group, D=cache.head_dim, DP=tiling.width, PAGE=cache.block_size, BM=room,
             BN=tiling.tokens, SPLITS=splits, FUSED=fused, PRECISION=precision_of(out),
+            SEEN=seen is not None,
             **tiling.options(room),
         )  # fmt: skip
 
@@ -195,6 +204,13 @@ class TritonDecodePlan(TritonPlan):
 class TritonMixedPlan(TritonPlan):
     """Any mix of rows: sequences with few rows have small tiles, the others large ones."""
 
+    _seen: Tensor | None = None  # see `Rows.seen`; steps with it have a plan of their own
+
+    def update(self, rows: Rows) -> None:
+        super().update(rows)
+        if rows.seen is not None:
+            self._seen = to_device(rows.seen, self._cache.device)
+
     def _sizes(self) -> tuple[int, ...]:
         few, many = self._rows_of_tiles
         large = self._rows // many + min(self._sequences, self._rows // (few + 1))
@@ -244,7 +260,7 @@ class TritonMixedPlan(TritonPlan):
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         for tiles, room in zip(self._parts[:2], (tiling.small, tiling.large), strict=True):
             if len(tiles):
-                self._attend(out, tensors, layer, scale, tiles, room)
+                self._attend(out, tensors, layer, scale, tiles, room, seen=self._seen)
         return out
 
 

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 CLIP = r"|.*(vision_tower|vision_model).*\.(q_proj|k_proj|v_proj|out_proj|fc1|fc2)"
 TARGETS = {
+    "gemma3": rf".*language_model.*_proj{CLIP}",
     "idefics3": rf".*text_model.*_proj{CLIP}|.*connector\.modality_projection\.proj",
     "internvl": rf".*language_model.*_proj{CLIP}|.*vision_tower.*projection_layer"
     r"|.*multi_modal_projector\.linear_[12]",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -26,6 +28,8 @@ class Case:
         device: Device of all of them.
         after: A case whose cache this one overwrites, if its steps follow each other; it says
             block size, width, dtype and device.
+        blocks: First tokens of each sequence's images whose tokens see each other, and those
+            behind their last ones.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class Case:
         dtype=torch.float32,
         device="cpu",
         after=None,
+        blocks=None,
     ):
         if after is not None:
             like = after.storage
@@ -65,6 +70,11 @@ class Case:
             self.tables,
         )
         self.shares = shares
+        self.blocks = blocks or [()] * len(shares)
+        if blocks is not None:
+            ends = [self.end(row, at) for row, (before, now) in enumerate(shares)
+                    for at in range(before, before + now)]  # fmt: skip
+            self.rows = replace(self.rows, seen=np.array(ends, np.int32))
 
         def random(length, count):
             drawn = torch.randn(length, count, width, generator=generator)
@@ -80,6 +90,11 @@ class Case:
                     place = self.tables[row][at // block_size], at % block_size
                     keys[place] = self.key[layer][row][at]
                     values[place] = self.value[layer][row][at]
+
+    def end(self, row, at):
+        """Return how many tokens of its sequence a token sees."""
+        own = (stop for start, stop in self.blocks[row] if start <= at < stop)
+        return next(own, at + 1)
 
     def run(self, backend, layer, scale):
         """Output of a backend: [rows, heads, width]."""
@@ -105,8 +120,69 @@ class Case:
             key = self.key[layer][row].double().repeat_interleave(group, 1)
             value = self.value[layer][row].double().repeat_interleave(group, 1)
             for at in range(now):
-                seen = before + at + 1
+                seen = self.end(row, before + at)
                 query = self.query[layer][row][at].double()
                 scores = torch.einsum("hd,khd->hk", query, key[:seen]) * scale
                 rows.append(torch.einsum("hk,khd->hd", scores.softmax(-1), value[:seen]))
         return torch.stack(rows).float()
+
+
+def check_steps(backend, seed, *, heads, width, block_size, dtype, device="cpu", tolerance=1e-5):
+    """Compare prompts with images that are computed in random steps with dense attention.
+
+    No step ends within an image; memory that no sequence has written is zero.
+    """
+    draw = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    lengths, blocks = draw.integers(30, 150, 4).tolist(), []
+    for length in lengths:
+        cuts = np.sort(draw.choice(np.arange(1, length), 4, replace=False)).tolist()
+        blocks.append([(cuts[0], cuts[1]), (cuts[2], cuts[3])] if blocks else [])
+    tokens = [[torch.randn(length, count, width, generator=generator).to(dtype).to(device)
+               for count in (heads[0], heads[1], heads[1])] for length in lengths]  # fmt: skip
+    pages = [-(-length // block_size) for length in lengths]
+    order = iter((1 + draw.permutation(sum(pages))).tolist())
+    tables = [[next(order) for _ in range(count)] for count in pages]
+    shape = (2, 1 + sum(pages), block_size, heads[1], width)
+    keys, values = torch.zeros(shape, dtype=dtype, device=device)
+    plans = make_backend(backend, KVCache([(keys, values)], block_size, heads[0]))
+    done, found = [0] * len(lengths), [[] for _ in lengths]
+    while done != lengths:
+        shares = []
+        for number, (length, inside) in enumerate(zip(lengths, blocks, strict=True)):
+            ends = [end for end in range(done[number] + 1, length + 1)
+                    if not any(start < end < stop for start, stop in inside)]  # fmt: skip
+            if ends and draw.random() < 0.8:
+                shares.append((number, int(draw.choice(ends[: draw.choice([1, 9, 200])]))))
+        shares.sort(key=lambda share: share[1] - done[share[0]] > 1)
+        if not shares:
+            continue
+        spans = [(number, done[number], end) for number, end in shares]
+        counts = [end - start for _, start, end in spans]
+        seen = [next((stop for first, stop in blocks[number] if first <= at < stop), at + 1)
+                for number, start, end in spans for at in range(start, end)]  # fmt: skip
+        own = [at + 1 for _, start, end in spans for at in range(start, end)]
+        rows = Rows(
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+            np.array([end for *_, end in spans], np.int32), [tables[number] for number, *_ in spans],
+            None if seen == own else np.array(seen, np.int32),
+        )  # fmt: skip
+        query, key, value = (
+            torch.cat([tokens[number][part][start:end] for number, start, end in spans])
+            for part in range(3)
+        )
+        out = plans.plan(rows).run(0, query, key, value, 0.3)
+        for (number, _, end), part in zip(spans, out.split(counts), strict=True):
+            found[number].append(part)
+            done[number] = end
+    for number, length in enumerate(lengths):
+        at = torch.arange(length, device=device)
+        mask = at[None] <= at[:, None]
+        for start, stop in blocks[number]:
+            mask[start:stop, start:stop] = True
+        q, k, v = (part.double().transpose(0, 1) for part in tokens[number])
+        k, v = (part.repeat_interleave(heads[0] // heads[1], 0) for part in (k, v))
+        scores = (q @ k.transpose(1, 2) * 0.3).masked_fill(~mask, -torch.inf)
+        expected = (scores.softmax(-1) @ v).transpose(0, 1).float()
+        made = torch.cat(found[number]).float()
+        torch.testing.assert_close(made, expected, rtol=tolerance, atol=tolerance)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.attention_cases import Case
+from tests.support.attention_cases import Case, check_steps
 from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.attention.triton_backend import Tiling, TritonBackend
 
@@ -95,3 +95,14 @@ def test_flashinfer_agrees():
     found = [make_backend(name, case.cache).plan(case.rows) for name in ("triton", "flashinfer")]
     outputs = [case.run_plan(plan, 0, 128**-0.5) for plan in found]
     torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("width", [128, 256])
+@pytest.mark.parametrize("heads", [(8, 4), (4, 1)])
+@pytest.mark.parametrize("seed", range(6))
+def test_images_whose_tokens_see_each_other(seed, heads, width):
+    """Prompts in random steps, some of which hold images, against dense attention."""
+    check_steps(
+        "triton", seed, heads=heads, width=width, block_size=16, dtype=torch.bfloat16,
+        device="cuda", tolerance=2e-2,
+    )  # fmt: skip

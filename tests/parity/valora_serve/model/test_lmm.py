@@ -12,7 +12,6 @@ from tests.support.engine_reference import (
     Reference,
     ask,
     assert_empty,
-    load_processor,
     make_engine,
     noise,
     run,
@@ -230,7 +229,6 @@ def test_placeholders_without_what_they_stand_for(family, base):
 def test_special_tokens_in_texts_are_text(base):
     """Also those in two parts, and beside an image; the tokenizers library says what text is."""
     engine = make_engine(base)
-    processor = load_processor(base)
     tokenizer, plain = engine.lmm.tokenizer, AutoTokenizer.from_pretrained(base)
     options = {"add_special_tokens": False, "split_special_tokens": True}
     added = tokenizer.added_tokens_decoder.values()
@@ -253,8 +251,7 @@ def test_special_tokens_in_texts_are_text(base):
         image = noise(20, 20, 1)
         prompt = engine.prepare(Request("x", messages=shown, images=[image])).prompt
         assert text in tokenizer.decode(prompt.ids)
-        visual = tokenizer.convert_tokens_to_ids(processor.image_token)
-        assert prompt.ids.count(visual) == len(prompt.visuals[0].at)
+        assert prompt.ids.count(engine.lmm.image_token) == len(prompt.visuals[0].at)
     embedded = engine.prepare(Request("x", text=text, embed=True)).prompt.ids
     assert embedded == plain(text, **options)["input_ids"]
 

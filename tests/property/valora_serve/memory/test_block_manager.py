@@ -54,6 +54,8 @@ class Pages(RuleBasedStateMachine):
                 if naive.prefix(stop) not in self.found:
                     break
                 pages.append(self.found[naive.prefix(stop)])
+        while any(s.whole and s.start < len(pages) * self.block < s.stop for s in naive.spans):
+            pages.pop()
         return pages
 
     @rule(
@@ -62,11 +64,12 @@ class Pages(RuleBasedStateMachine):
         image=st.none() | st.tuples(st.integers(0, 8), st.integers(1, 6), st.sampled_from(IMAGES)),
         limit=st.none() | st.integers(0, 10),
         tenant=st.sampled_from(TENANTS),
+        whole=st.booleans(),
     )
-    def open(self, tokens, salt, image, limit, tenant):
+    def open(self, tokens, salt, image, limit, tenant, whole):
         spans = []
         if image and image[0] < len(tokens):
-            spans = [ImageSpan(image[0], min(image[0] + image[1], len(tokens)), image[2])]
+            spans = [ImageSpan(image[0], min(image[0] + image[1], len(tokens)), image[2], whole)]
         naive = Naive(tokens, salt, spans, tenant)
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         pages = self.expected(naive, most)

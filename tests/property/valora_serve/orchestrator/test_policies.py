@@ -99,7 +99,10 @@ class Machine:
         assert sum(tokens for _, tokens in rows) <= limits.max_tokens
         for request, tokens in rows:
             if request.prompt_left:
-                assert 1 <= tokens <= min(limits.chunk, request.prompt_left)
+                blocks = [stop - start for start, stop in request.blocks]
+                assert 1 <= tokens <= min(max(limits.chunk, *blocks, 0), request.prompt_left)
+                end = request.kv_tokens + tokens
+                assert not any(start < end < stop for start, stop in request.blocks)
             else:
                 assert tokens == 1
         # Nothing is loaded for requests that are aborted.
@@ -219,12 +222,18 @@ class World:
         limits: Most requests, tokens, pages, adapters and prompt tokens of one request.
         load_steps: Steps that loading an adapter takes.
         switchable: Adapters that can be merged, None for all.
+        block: Tokens that a step computes all or none of: those of each image in longer prompts.
     """
 
     requests: list[tuple[str | None, float, int, int, float | None]]
     limits: tuple[int, int, int, int, int]
     load_steps: int
     switchable: frozenset[str] | None = None
+    block: int = 0
+
+    def blocks(self, prompt):
+        size = self.block
+        return [(at, at + size) for at in range(1, prompt - size + 1, size + 2)] if size else ()
 
     def views(self):
         return [
@@ -238,6 +247,7 @@ class World:
                 latency_limit=limit,
                 client=adapter,
                 pair=is_pair(adapter),
+                blocks=self.blocks(prompt),
             )
             for i, (adapter, arrival, prompt, output, limit) in enumerate(self.requests)
         ]
@@ -297,15 +307,16 @@ def worlds(draw, limited=False):
         for _ in range(draw(st.integers(1, 14)))
     ]
     largest = max(-(-(prompt + output + 2) // PAGE) for _, _, prompt, output, _ in requests)
+    most, block = draw(st.integers(1, 12)), draw(st.sampled_from([0, 0, 2, 7]))
     limits = (
-        draw(st.integers(1, 12)),
-        draw(st.integers(1, 40)),
+        most,
+        draw(st.integers(1, 40)) + (most - 1 + block if block else 0),
         largest + 2 * 9 + draw(st.integers(0, 40)),  # its adapter and a merged one
         draw(st.integers(1, 5)),
         draw(st.integers(1, 30)),
     )
     switchable = draw(st.sampled_from([None, frozenset(), frozenset(names[:1])]))
-    return World(requests, limits, draw(st.integers(0, 3)), switchable)
+    return World(requests, limits, draw(st.integers(0, 3)), switchable, block)
 
 
 SETTINGS = {

@@ -40,7 +40,7 @@ class SimulatedRequest(RequestView):
     """A request of the simulation."""
 
     left: int = 0  # tokens still to generate, which the policy knows only by `output_left`
-    blocks: list[int] = field(default_factory=list)  # its pages of keys and values
+    kv_pages: list[int] = field(default_factory=list)  # its pages of keys and values
 
 
 class SimulationError(ServeError):
@@ -324,9 +324,9 @@ class Machine:
             self._wait(decision)
 
     def _release(self, view: SimulatedRequest) -> None:
-        for page in view.blocks:
+        for page in view.kv_pages:
             self.pool.give(page)
-        view.blocks.clear()
+        view.kv_pages.clear()
         if view.adapter is not None:
             self.adapters.unpin(view.adapter)
 
@@ -406,8 +406,8 @@ class Machine:
     def _grow(self, view: SimulatedRequest, pages: int) -> None:
         taken = self.pool.take(pages, Owner.KV)
         assert taken is not None, "the policy used more pages than there are"
-        view.blocks += taken
-        view.held = len(view.blocks)
+        view.kv_pages += taken
+        view.held = len(view.kv_pages)
 
     def _progress(self, batch: list[tuple[SimulatedRequest, int]], times: int) -> None:
         page = self.settings.page_tokens

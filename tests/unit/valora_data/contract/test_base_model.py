@@ -66,7 +66,7 @@ def test_training_and_serving_read_a_prompt_alike(base, trained, video):
     features = torch.cat([served.encode([one])[0].embeddings for one in prompt.visuals])
     torch.testing.assert_close(features, encoded.features, atol=1e-5, rtol=1e-5)
     assert (trained.stop_ids, trained.width) == (served.stop_ids, served.width)
-    assert trained.context_length == served.context_length == 1024
+    assert trained.context_length == served.context_length == (served.window or 1024)
 
 
 def test_images_that_are_processed_one_by_one(base, monkeypatch):
@@ -146,7 +146,6 @@ def test_what_is_no_base_model_of_images(random_llava, tmp_path):
             load_model(name, torch.float32)
         assert "\n" not in str(caught.value)
     for changed, said in (
-        ({"model_type": "gemma3"}, r"\(gemma3\) is not served: its layers attend in windows"),
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised form already \(awq\)"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised form already \(gptq\)"),
     ):
@@ -161,11 +160,11 @@ def test_what_is_no_base_model_of_images(random_llava, tmp_path):
 @pytest.mark.parametrize(
     ("family", "changed", "said"),
     [
-        ("mistral", {"sliding_window": 64}, "attends in windows of 64 tokens, which paged"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "in windows of 64 tokens"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "has use_bidirectional_attention"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping, which is"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
          r"length of the prompt \(rope_type dynamic\)"),
-        ("llama", {"model_type": "gemma2"}, "'gemma2', which is not one of idefics3, internvl, "),
+        ("llama", {"model_type": "gemma2"}, "'gemma2', which is not one of gemma3, gemma3_text, "),
     ],
 )  # fmt: skip
 def test_language_models_that_would_get_wrong_logits(family, changed, said, tmp_path):
@@ -173,6 +172,37 @@ def test_language_models_that_would_get_wrong_logits(family, changed, said, tmp_
     file = base / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     with pytest.raises(BundleError, match=said):
+        loaded(base)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "window"),
+    [
+        ("mistral", {"sliding_window": 64}, 64),
+        ("mistral", {"sliding_window": 4096}, None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 64),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 64}, None),
+        ("gemma3_text", {}, 512),
+    ],
+)
+def test_models_with_windows_are_served_up_to_them(family, changed, window, tmp_path):
+    base = TEXT_CHECKPOINTS[family](tmp_path)
+    file = base / "config.json"
+    described = json.loads(file.read_text()) | changed
+    if family == "qwen2":
+        described.pop("layer_types", None)  # of its windows before
+    file.write_text(json.dumps(described))
+    model = loaded(base)
+    assert (model.window, model.context_length) == (window, window or 1024)
+
+
+def test_crops_beside_gemma_images_are_refused(tmp_path):
+    base = CHECKPOINTS["gemma3"](tmp_path)
+    file = base / "processor_config.json"
+    described = json.loads(file.read_text())
+    described["image_processor"]["do_pan_and_scan"] = True
+    file.write_text(json.dumps(described))
+    with pytest.raises(BundleError, match=r"adds crops to images \(do_pan_and_scan\), which is"):
         loaded(base)
 
 

@@ -20,10 +20,11 @@ from valora_train.model.prompts import Example
 from valora_train.settings import LoraSettings, ModelSettings
 
 PARTS = dict.fromkeys(CHECKPOINTS, ("language_model", "visual.blocks", "merger"))
+PARTS["gemma3"] = ("language_model", "vision_tower")
 PARTS |= dict.fromkeys(("idefics3", "smolvlm"), ("text_model", "vision_model", "connector"))
 for other in ("internvl", "llava", "llava_next"):
     PARTS[other] = ("language_model", "vision_tower", "multi_modal_projector")
-WHOLE = ("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # families that split no images
+WHOLE = ("gemma3", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # families that split no images
 
 
 @pytest.fixture(scope="module")

@@ -164,7 +164,8 @@ def check_steps(backend, seed, *, heads, width, block_size, dtype, device="cpu",
         own = [at + 1 for _, start, end in spans for at in range(start, end)]
         rows = Rows(
             np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            np.array([end for *_, end in spans], np.int32), [tables[number] for number, *_ in spans],
+            np.array([end for *_, end in spans], np.int32),
+            [tables[number] for number, *_ in spans],
             None if seen == own else np.array(seen, np.int32),
         )  # fmt: skip
         query, key, value = (

@@ -86,6 +86,7 @@ def prepare_compression(
     """Tokenize a document for the request `name`, in any thread; a `ServeError` says why not."""
     _check(lmm, wanted)
     try:
+        around = around_memory(lmm)  # refuses templates whose questions find no document
         ids = lmm.tokenize(head_text(lmm, wanted.document))
         base = store.base_hash()
     except (BundleError, DataError) as error:
@@ -104,7 +105,7 @@ def prepare_compression(
         count = len(target.encoder.queries)
         words = lmm.tokenize(wanted.document, special=False)
         _check_length(wanted, count, len(words), most - count)
-        read = [*around_memory(lmm)[0], *words]
+        read = [*around[0], *words]
         at = np.arange(len(read), len(read) + count)
         assert target.adapter is not None
         key = b"queries|" + bytes.fromhex(target.adapter.content)

@@ -61,7 +61,7 @@ def test_two_images_again_from_the_prefix_cache(base, block_size, chunk):
 
 def test_a_template_without_system_turns_reads_no_contexts(base):
     new = NewContext("doc", "The red key opens the old green door.")
-    with pytest.raises(AdapterError, match="context doc: .* writes no system turn before"):
+    with pytest.raises(AdapterError, match=r"context doc: .* writes no system turn before"):
         make_engine(base).prepare_compression(new, "doc")
 
 

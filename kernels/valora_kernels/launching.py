@@ -68,7 +68,7 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 def start(kernel: Any, programs: int, *arguments: object, **options: object) -> None:
     """Launch a kernel, or only compile it within `compiling_together`; PDL: beside the last one."""
-    if options["PDL"]:
+    if options.get("PDL"):
         options["launch_pdl"] = True
     if _compile_only.get():
         kernel.warmup(*arguments, grid=(programs,), **options)

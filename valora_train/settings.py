@@ -155,7 +155,7 @@ class DomainSettings(Section):
         """The domain with its task type, contract and prompt completed by those of the task."""
         share, kind = self.of_teacher, self.task or task.type
         if share is None and self.teacher != LABELS:
-            share = task.of_teacher and task.stricter.get(self.name, task.of_teacher)
+            share = task.of_teacher and max(task.of_teacher, task.stricter.get(self.name, 0.0))
         prompt = self.prompt
         if task.prompt is not None and "{}" not in prompt:
             heads = kind.spec.detects or (kind.spec.choice and self.labels)

@@ -328,7 +328,7 @@ def save_llava_next(folder, seed=0):
 
 
 GEMMA3 = {
-    "head_dim": HEAD_DIM, "query_pre_attn_scalar": 24, "sliding_window": 512,
+    "head_dim": HEAD_DIM, "query_pre_attn_scalar": 24, "sliding_window": 960,
     "layer_types": ["sliding_attention", "full_attention"],
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},

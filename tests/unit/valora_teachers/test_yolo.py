@@ -60,9 +60,9 @@ def trained(tmp_path_factory):
     """A YOLO that has learned enough to be recognised; a third of its images are wide."""
     out = tmp_path_factory.mktemp("teacher")
     scenes = [scene(1000 + i, (64, 64) if i % 3 else (96, 64)) for i in range(40)]
-    wanted = {"epochs": 10, "width": 0.125, "lr": 2e-2, "batch": 4, "jitter": 0.1, "shift": 0.05}
+    wanted = {"epochs": 30, "width": 0.125, "lr": 1e-2, "batch": 4, "jitter": 0.1, "shift": 0.05}
     report = train(out, scenes, scale=0.1, **wanted)
-    assert (report["epochs"], report["images"]) == (10, 40)
+    assert (report["epochs"], report["images"]) == (30, 40)
     assert set(report) == {"loss", "epochs", "images", "seconds"}
     return out / "teacher.pt"
 

@@ -182,7 +182,7 @@ def test_language_models_that_would_get_wrong_logits(family, changed, said, tmp_
         ("mistral", {"sliding_window": 4096}, None),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, 64),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 64}, None),
-        ("gemma3_text", {}, 512),
+        ("gemma3_text", {}, 960),
     ],
 )
 def test_models_with_windows_are_served_up_to_them(family, changed, window, tmp_path):

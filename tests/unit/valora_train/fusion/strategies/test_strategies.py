@@ -180,7 +180,7 @@ def test_conflicts_of_eight_domains():
 
 FEWEST = {
     "caption": (3, 2, 3), "classification": (2, 2, 2), "counting": (2, 2, 3),
-    "detection": (1, 2, 2), "video": (1, 1, 1), "vqa": (2, 2, 2),
+    "detection": (1, 1, 1), "video": (1, 1, 1), "vqa": (2, 2, 2),
 }  # fmt: skip
 """The fewest adapters of each task at its default contract, by seed."""
 

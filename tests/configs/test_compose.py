@@ -150,7 +150,7 @@ def test_detectors_must_keep_97_percent_of_their_teachers_and_bicycles_95():
     assert set(asked.values()) == {0.97}
     assert (found.fusion.strategy, found.heads.objectness) == ("affinity", "iou")
     assert (found.train.lora.vision_tower, found.train.lora.projector) == (True, True)
-    assert [found.train.steps_for(count, 0) for count in (1, 6)] == [420, 645]
+    assert [found.train.steps_for(count, 0) for count in (1, 6)] == [420, 570]
     paper = settings("experiment=paper")
     assert {domain.of_teacher for domain in paper.chosen()} == {None}
     relative = settings("experiment=relative")

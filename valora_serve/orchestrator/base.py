@@ -25,7 +25,7 @@ class BasePolicy:
 
     Attributes:
         modes: Inference modes that the decisions can have; the engine prepares only these.
-        shares: Whether `PolicySettings.fair` is kept.
+        shares: Whether `PolicySettings.fair` can be kept: its plans leave no waiting request out.
     """
 
     modes: ClassVar[frozenset[Mode]] = frozenset(Mode)
@@ -44,7 +44,8 @@ class BasePolicy:
         """Plan a step; at least one request is running or waiting.
 
         `waiting` may be admitted: in the order of `view.waiting` unless early abort reverses it or
-        `PolicySettings.fair` orders it by share.
+        `PolicySettings.fair` orders it by share. The plan may order it otherwise: shares, and the
+        starved ones' turn, are kept all the same.
         """
         raise NotImplementedError
 
@@ -67,6 +68,7 @@ class BasePolicy:
         if self._shares is not None:
             waiting = self._shares.order(view.running, waiting, view.limits.max_requests)
         plan = self.plan(view, waiting)
+        self._keep_order(view, plan, waiting)
         if plan.mode is Mode.MIXTURE:
             taking = [*plan.running, *plan.waiting]
             others = any(r.adapter != plan.merged for r in taking)
@@ -76,9 +78,20 @@ class BasePolicy:
             if why:
                 plan.mode, plan.merged = Mode.UNMERGED, None
                 plan.reason = f"{why}; {plan.reason}"
+        return self._pack(view, plan, waiting, abort)
+
+    def _keep_order(self, view: View, plan: BatchPlan, waiting: Sequence[RequestView]) -> None:
+        """Keep shares, clusters and patience, in whichever order a subclass admits."""
+        urgent, starved = {r.id for r in plan.urgent}, view.now - self.settings.patience
+        if self._shares is not None:
+            places = {r.id: place for place, r in enumerate(waiting)}
+            plan.waiting = sorted(plan.waiting, key=lambda r: (r.id not in urgent, places[r.id]))
         if self.settings.clusters and plan.waiting:
             plan.waiting = _cluster(view, plan.waiting, self.settings.clusters)
-        return self._pack(view, plan, waiting, abort)
+        if self._shares is None and view.waiting and view.waiting[0].arrival < starved:
+            plan.waiting = sorted(
+                plan.waiting, key=lambda r: (r.id not in urgent, min(r.arrival, starved))
+            )
 
     def observe(self, arrived: Sequence[float]) -> None:
         """Take the arrival times in seconds since the last step, oldest first, before `plan`."""

@@ -7,22 +7,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.property.valora_serve.orchestrator.test_policies import Machine, explained, request
+from tests.property.valora_serve.orchestrator.test_policies import (
+    Machine,
+    explained,
+    policy_of,
+    request,
+)
 from tests.support.random_tests import examples
 from valora_serve.errors import SettingsError
-from valora_serve.orchestrator.cost_model import H200_7B
 from valora_serve.orchestrator.decision import PolicySettings, RequestView, StepLimits, window
 from valora_serve.orchestrator.fairness import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShares
-from valora_serve.orchestrator.registry import make_policy
 
-KEEPS = ["cost", "valora", "unmerge_only", "slora"]
-"""Policies that admit in the order that they are given."""
+KEEPS = ["cost", "valora", "unmerge_only", "slora", "by_name"]
+"""Policies that leave no waiting request out."""
 ROOMY = StepLimits(4, 64, 10_000, 8, 64)
 
 
 def machine_of(name, requests, limits=ROOMY, **settings):
-    policy = make_policy(name, H200_7B, PolicySettings(**settings))
-    return Machine(policy, requests, limits)
+    return Machine(policy_of(name, **settings), requests, limits)
 
 
 def served(requests, totals):

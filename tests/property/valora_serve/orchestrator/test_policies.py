@@ -8,6 +8,7 @@ import math
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from itertools import product
 
@@ -16,6 +17,8 @@ from hypothesis import HealthCheck, example, given, note
 from hypothesis import strategies as st
 
 from tests.support.random_tests import examples
+from valora_serve.orchestrator.base import BasePolicy
+from valora_serve.orchestrator.batching import BatchPlan
 from valora_serve.orchestrator.cost_model import H200_7B, step_shape
 from valora_serve.orchestrator.decision import PolicySettings, RequestView, StepLimits, View
 from valora_serve.orchestrator.registry import POLICIES, make_policy
@@ -391,13 +394,29 @@ def test_everybody_is_served_within_the_smallest_limits(name, abort):
             assert len(machine.ended) + len(machine.aborted) == len(queue), shifted
 
 
-@pytest.mark.parametrize("name", [p for p in POLICIES if p != "dlora"])
-def test_a_stream_of_the_popular_adapter_starves_nobody(name):
+class ByName(BasePolicy):
+    """Orders as it likes: shares and patience are kept for it."""
+
+    modes = frozenset({Mode.UNMERGED})
+
+    def plan(self, view, waiting):
+        ordered = sorted(waiting, key=lambda r: r.adapter or "")
+        return BatchPlan(Mode.UNMERGED, None, view.running, ordered, "by name")
+
+
+def policy_of(name, **settings):
+    make = ByName if name == "by_name" else partial(make_policy, name)
+    return make(H200_7B, PolicySettings(**settings))
+
+
+@pytest.mark.parametrize(("most", "gap", "clusters"), [(64, 0.02, 0), (4, 0.01, 0), (4, 0.01, 1)])
+@pytest.mark.parametrize("name", ["by_name", *(p for p in POLICIES if p != "dlora")])
+def test_a_stream_of_the_popular_adapter_starves_nobody(name, most, gap, clusters):
     """One request for another adapter, then the popular one's keep coming for 20 s."""
-    policy = make_policy(name, H200_7B, PolicySettings(patience=1.0))
-    popular = [request(i, "hot", i * 0.02, prompt=8, output=20) for i in range(1000)]
+    policy = policy_of(name, patience=1.0, clusters=clusters)
+    popular = [request(i, "hot", i * gap, prompt=8, output=20) for i in range(2000)]
     rare = request(5000, "rare", 0.1, prompt=8, output=20)
-    limits = StepLimits(64, 256, 2000, 8, 256)
+    limits = StepLimits(most, 256, 2000, 8, 256)
     machine = Machine(policy, [*popular, rare], limits)
     while rare.id not in machine.ended:
         machine.step()

@@ -16,7 +16,7 @@ from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
 from valora_serve.engine.settings import UNMERGEABLE, EngineSettings
 from valora_serve.errors import SettingsError
-from valora_serve.orchestrator.registry import modes_of
+from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.toolkit import missing_tools
 from valora_serve.types import Mode
 
@@ -141,7 +141,7 @@ def _bytes(settings: EngineSettings, bundles: Sequence[Path]) -> float:
                 linears += size * (name.endswith("proj.weight") and mergeable)
                 weights += size
     weights -= linears * (1 - SHARES.get(settings.quantize, 1))
-    if Mode.MERGED in modes_of(settings.policy) and settings.quantize not in UNMERGEABLE:
+    if Mode.MERGED in POLICIES[settings.policy].modes and settings.quantize not in UNMERGEABLE:
         weights += linears  # the copy that merging keeps
     page = 2 * text.num_hidden_layers * settings.block_size * kept
     beside = (settings.pages or LEAST_PAGES) * page

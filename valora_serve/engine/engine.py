@@ -51,7 +51,7 @@ from valora_serve.model.runner import ModelRunner
 from valora_serve.model.work import AdapterTable, Work
 from valora_serve.orchestrator.cost_model import CostModel, load_or_estimate
 from valora_serve.orchestrator.decision import Decision, StepLimits, View, window
-from valora_serve.orchestrator.registry import make_policy, modes_of
+from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.parallel.partition import LoraParallel
 from valora_serve.tokens import text_and_bytes
@@ -101,7 +101,7 @@ class Engine:
         group: Group | None = None,
     ) -> None:
         self.settings = settings
-        self._modes = modes_of(settings.policy)
+        self._modes = POLICIES[settings.policy].modes
         if not settings.policy_settings.mixture:
             self._modes -= {Mode.MIXTURE}
         if settings.quantize in UNMERGEABLE:

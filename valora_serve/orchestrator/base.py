@@ -44,8 +44,7 @@ class BasePolicy:
         """Plan a step; at least one request is running or waiting.
 
         `waiting` may be admitted: in the order of `view.waiting` unless early abort reverses it or
-        `PolicySettings.fair` orders it by share. The plan may order it otherwise: shares, and the
-        starved ones' turn, are kept all the same.
+        `PolicySettings.fair` orders it by share; shares and patience are kept in any other order.
         """
         raise NotImplementedError
 

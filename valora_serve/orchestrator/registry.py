@@ -11,7 +11,6 @@ from valora_serve.orchestrator.decision import PolicySettings
 if TYPE_CHECKING:
     from valora_serve.orchestrator.base import BasePolicy
     from valora_serve.orchestrator.cost_model import CostModel
-    from valora_serve.types import Mode
 
 _AT = {
     "cost": "cost:CostPolicy",
@@ -36,8 +35,3 @@ def make_policy(
 ) -> BasePolicy:
     """Create a policy by name, with the default settings if None; SettingsError if unknown."""
     return POLICIES[name](cost_model, settings or PolicySettings())
-
-
-def modes_of(name: str) -> frozenset[Mode]:
-    """Return the inference modes that the decisions of a policy can have."""
-    return POLICIES[name].modes

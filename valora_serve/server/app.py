@@ -33,6 +33,7 @@ from valora_serve.server.access.guard import Guard
 from valora_serve.server.access.keys import KeyRing
 from valora_serve.server.access.rules import JSON, Access, rules_of
 from valora_serve.server.access.sites import Sites
+from valora_serve.server.api.common import REFUSALS
 from valora_serve.server.api.registry import endpoints
 from valora_serve.server.api.system import own_version
 from valora_serve.server.bodies import Bodies, Route
@@ -151,6 +152,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
             if rules_of(route.endpoint).access is not Access.OPEN:
                 secured: dict[str, Any] = {"security": [{"HTTPBearer": []}]}
                 route.openapi_extra = (route.openapi_extra or {}) | secured
+                route.responses = REFUSALS | route.responses
         app.include_router(router)
 
     plain = app.openapi

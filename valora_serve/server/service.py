@@ -110,6 +110,14 @@ class Service:
         shown = name[:100].encode("utf-8", "replace").decode()
         raise UnknownModelError(f"There is no model {shown!r}: name one of {listed}")
 
+    def domain(self, name: str) -> ServedModel:
+        """The domain of a name, or the adapter that has a head; refused if there is none."""
+        domains = {m.name: m for m in self.models() if m.kind == "domain" or m.head is not None}
+        if name not in domains:
+            listed = ", ".join(sorted(domains)) or "none: load a bundle"
+            raise UnknownModelError(f"There is no domain {name[:100]!a}: the domains are {listed}")
+        return domains[name]
+
     def deadline(self, name: str, wanted: float | None) -> float | None:
         """Deadline of a request in seconds, None for none."""
         return self._admission.deadline(name, wanted)

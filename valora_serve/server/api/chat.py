@@ -40,7 +40,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post(
         "/v1/chat/completions",
         response_model=schema.ChatAnswer,
-        responses=common.error_answers(event_stream=True),
+        responses=common.STREAMED,
         summary="Answer a conversation with text, or with a domain's head",
     )
     async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:

@@ -40,26 +40,22 @@ _TEXTS = {
     504: "The deadline passed",
     507: "A load or unload could not be recorded; nothing was changed",
 }
-_EVENTS = {  # of a single event, as tools that check streams expect
+_ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": _ERROR} for status, text in _TEXTS.items()
+} | {400: {"model": ErrorAnswer, "description": _TEXTS[400]}}
+"""OpenAPI declarations of the errors of all routes but open ones; the model once, as FastAPI builds
+a validator wherever it is named, 27 ms for all routes."""
+_EVENT = {  # as tools that check streams expect
     "type": "object",
     "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
     "required": ["data"],
     "description": "server-sent events: a chunk as JSON, or [DONE]",
 }
-
-
-def error_answers(*, event_stream: bool = False) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI declarations of the error responses that any route under /v1 may give."""
-    # The model once: FastAPI builds a validator wherever it is named, 27 ms for all routes.
-    content = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
-    declared: dict[int | str, dict[str, Any]] = {
-        status: {"description": text, "content": content} for status, text in _TEXTS.items()
-    }
-    declared[400] = {"model": ErrorAnswer, "description": _TEXTS[400]}
-    if event_stream:
-        stream = {"text/event-stream": {"schema": _EVENTS}}
-        declared[200] = {"description": "The answer", "content": stream}
-    return declared
+STREAMED: dict[int | str, dict[str, Any]] = {
+    200: {"description": "The answer", "content": {"text/event-stream": {"schema": _EVENT}}}
+}
+"""OpenAPI declaration of a route whose answer may be streamed."""
 
 
 def answer(body: BaseModel | bytes) -> Response:

@@ -44,7 +44,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post(
         "/v1/completions",
         response_model=schema.CompletionAnswer,
-        responses=common.error_answers(event_stream=True),
+        responses=common.STREAMED,
         summary="Complete a text",
     )
     @allow(Access.KEYED, max_body_bytes=most_bytes)

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Path
 from pydantic import Field
 
 from valora_serve.server.access.rules import Access, allow
-from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.requests import check_text
 from valora_serve.server.api.schema import Body, Done, ResponseBody, Text
 from valora_serve.server.context import ServerContext
@@ -77,7 +76,7 @@ def card(model: ServedModel) -> ContextCard:
 
 def router(context: ServerContext) -> APIRouter:
     """Routes that list, make and delete contexts."""
-    routes = APIRouter(tags=["contexts"], responses=error_answers())
+    routes = APIRouter(tags=["contexts"])
     served = context.served
     disabled = None
     if not context.settings.allow_runtime_loading:

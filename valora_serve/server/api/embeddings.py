@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError, ServeError
-from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.common import answer
 from valora_serve.server.api.requests import Arrival, as_prompt, read_messages, several_of
 from valora_serve.server.api.schema import EmbeddingAnswer, EmbeddingRequest
 from valora_serve.server.context import ServerContext
@@ -30,7 +30,6 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post(
         "/v1/embeddings",
         response_model=EmbeddingAnswer,
-        responses=error_answers(),
         summary="Embed texts, or a conversation with images",
     )
     async def embeddings(request: Request, body: EmbeddingRequest) -> Response:

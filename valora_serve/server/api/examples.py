@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from valora_data.contract.files import UnreadableError, read_bytes
 from valora_serve.errors import UnknownModelError
-from valora_serve.server.api.common import error_answers
 from valora_serve.server.api.schema import ResponseBody
 from valora_serve.server.context import ServerContext
 from valora_serve.server.loading.golden import IMAGE_BYTES, Example, TeacherAnswer, read_examples
@@ -49,7 +48,7 @@ def router(context: ServerContext) -> APIRouter:
     """Routes of the examples."""
     routes = APIRouter(tags=["models"])
 
-    @routes.get("/v1/examples", responses=error_answers(), summary="Examples of the domains")
+    @routes.get("/v1/examples", summary="Examples of the domains")
     async def examples() -> ExampleList:
         found = await asyncio.to_thread(_by_domain, context)
         return ExampleList(
@@ -62,7 +61,7 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get(
         "/v1/examples/{domain}/{number}/{image}",
-        responses=error_answers() | _IMAGE,
+        responses=_IMAGE,
         response_class=Response,
         summary="An image of an example",
     )

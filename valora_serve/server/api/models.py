@@ -12,7 +12,7 @@ from pydantic import Field, create_model
 from starlette.responses import Response
 
 from valora_serve.server.access.rules import Access, allow
-from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.common import answer
 from valora_serve.server.api.schema import Body, Done, ResponseBody, fields_of
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part, without_folder
@@ -108,7 +108,7 @@ def card(model: ServedModel, context_length: int, **more: Any) -> ModelCard:
 
 def router(context: ServerContext) -> APIRouter:
     """Routes that list, load and unload models."""
-    routes = APIRouter(responses=error_answers())
+    routes = APIRouter()
     engine, served, loader = context.service.engine, context.served, context.on_request
     disabled = None
     if not context.settings.allow_runtime_loading:

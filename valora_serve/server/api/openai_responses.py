@@ -35,7 +35,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post(
         "/v1/responses",
         response_model=schema.ResponseAnswer,
-        responses=common.error_answers(event_stream=True),
+        responses=common.STREAMED,
         summary="Answer a conversation, in the form of OpenAI's Responses API",
     )
     async def responses(request: Request, body: schema.ResponsesRequest) -> Response:

@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, Response
 
 from valora_serve.errors import GoneError
 from valora_serve.server.access.rules import Access, allow
-from valora_serve.server.api.common import answer, error_answers
+from valora_serve.server.api.common import answer
 from valora_serve.server.api.schema import ResponseBody, fields_of
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part
@@ -139,7 +139,7 @@ def router(context: ServerContext) -> APIRouter:
     async def metrics() -> Response:
         return Response(await context.metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
-    @routes.get("/v1/status", responses=error_answers(), summary="State of the engine")
+    @routes.get("/v1/status", summary="State of the engine")
     @allow(Access.KEYED, tells_all=True)
     async def status() -> Status:
         replicas = engine.replicas()

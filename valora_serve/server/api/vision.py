@@ -21,7 +21,7 @@ from valora_serve import types
 from valora_serve.errors import RequestError, ServeError, UnknownModelError
 from valora_serve.server.access.rules import JSON, Access, allow
 from valora_serve.server.api import schema
-from valora_serve.server.api.common import answer, error_answers, usage
+from valora_serve.server.api.common import answer, usage
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
 from valora_serve.server.api.requests import Arrival, answer_tokens, check_text
 from valora_serve.server.errors import error_body, invalid
@@ -65,7 +65,7 @@ def _declared(kind: type[schema.VisionRequest]) -> dict[str, Any]:
 
 def router(context: ServerContext) -> APIRouter:
     """Routes of the vision endpoint."""
-    routes = APIRouter(tags=["vision"], responses=error_answers())
+    routes = APIRouter(tags=["vision"])
 
     @routes.post(
         "/v1/vision/{domain}",
@@ -77,7 +77,7 @@ def router(context: ServerContext) -> APIRouter:
     async def vision(
         request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
-        since, model = time.monotonic(), _domain(context, domain)
+        since, model = time.monotonic(), context.service.domain(domain)
         fields = await _fields(request, context, schema.VisionRequest)
         answers = await _asked(context, request, fields, [model], {}, since)
         return answer(answers[model.name])
@@ -116,7 +116,7 @@ async def looked(
     errors: dict[str, ServeError] = {}
     for name in names:
         try:
-            models += of_bundle(context, name) or [_domain(context, name)]
+            models += of_bundle(context, name) or [context.service.domain(name)]
         except ServeError as error:
             errors[name] = error
     answers = await _asked(context, http, fields, models, errors, since, own_prompts=own_prompts)
@@ -203,16 +203,6 @@ def of_bundle(context: ServerContext, name: str) -> list[ServedModel]:
     if any(model.name == name for model in models):
         return []
     return [m for m in models if m.bundle and name in (m.bundle, m.bundle.partition("@")[0])]
-
-
-def _domain(context: ServerContext, name: str) -> ServedModel:
-    """The domain of a name, or the adapter that has a head; refused if there is none."""
-    models = context.service.models()
-    domains = {m.name: m for m in models if m.kind == "domain" or m.head is not None}
-    if name not in domains:
-        listed = ", ".join(sorted(domains)) or "none: load a bundle"
-        raise UnknownModelError(f"There is no domain {name[:100]!a}: the domains are {listed}")
-    return domains[name]
 
 
 async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:

@@ -13,11 +13,10 @@ LEVELS = """
 from fastapi import APIRouter, Request
 
 from valora_serve.server.access.rules import Access, allow
-from valora_serve.server.api.common import error_answers
 
 
 def extension(context):
-    routes = APIRouter(responses=error_answers())
+    routes = APIRouter()
 
     @routes.get("/v1/count/{text}", summary="Count the tokens of a text")
     async def count(text: str) -> int:
@@ -75,6 +74,7 @@ def test_endpoints_of_other_packages_are_served_documented_and_closed_unless_dec
         operation = paths["/v1/count/{text}"]["get"]
         assert operation["summary"] == "Count the tokens of a text"
         assert operation["security"] == [{"HTTPBearer": []}]
+        assert {"200", "400", "401", "404", "413", "429", "503"} <= set(operation["responses"])
         assert "security" not in paths["/v1/hello"]["get"]
         assert paths["/v1/hello"]["post"]["security"] == [{"HTTPBearer": []}]
     page = (Path(__file__).parents[5] / "docs" / "reference" / "http.md").read_text()

@@ -1,37 +1,22 @@
-"""The arrangements of kernels that tiling tables choose from, with their search; needs no torch."""
+"""The arrangements of kernels that tiling tables choose from, with their search."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING
 
-from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
+from valora_kernels import launching
+from valora_kernels.launching import EXPAND_RANKS
+from valora_kernels.tiling import Arrangement, ProjectionGroup, Shape, Tiling, Timer, Times
 
 if TYPE_CHECKING:
     from valora_kernels.gpus import Gpu
 
-EXPAND_RANKS = 128  # rank rows that an expanding program holds at once
-
-SHRINK_EXPAND, FUSED = "shrink_expand", "fused"
+SHRINK_EXPAND, FUSED, DENSE = "shrink_expand", "fused", "dense"
 ALL, SHRINK, EXPAND = "all", "shrink", "expand"
 """What is timed of a tiling: the whole operator, or a step of `shrink_expand`."""
-
-Times = list[tuple[float, Tiling]]  # median microseconds of each tiling, the fastest first
-
-Timer = Callable[[str, Sequence[Tiling], int], Times]
-"""Times a step of tilings with so many replays each; leaves out those that cannot be compiled."""
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """What the choice of tilings must know of a way to compute the operator."""
-
-    memory: Callable[[Tiling, int], int]  # bytes of shared memory a program needs, for a rank
-    programs: Callable[[Tiling, Shape], float]  # that the deciding kernel launches
-    search: Callable[[Timer, ProjectionGroup, int, int, Gpu], Times]  # for rows, adapters
 
 
 def fits(tiling: Tiling, shape: Shape, gpu: Gpu) -> bool:
@@ -203,11 +188,13 @@ def fused_tilings(group: ProjectionGroup, rows: int, adapters: int, gpu: Gpu) ->
 
 
 ARRANGEMENTS = {
-    SHRINK_EXPAND: Arrangement(_two_memory, _two_programs, _search_two),
+    SHRINK_EXPAND: Arrangement(launching.shrink_expand, _two_memory, _two_programs, _search_two),
     FUSED: Arrangement(
+        launching.fused,
         _fused_memory,
         lambda tiling, shape: _tiles_of(tiling, shape) * tiling.parts,
         lambda time, *sizes: time(ALL, fused_tilings(*sizes), 3)[:2],
     ),
+    DENSE: Arrangement(launching.dense, lambda *_: 0, lambda *_: 1),
 }
-"""By the name that tiling tables have."""
+"""By the name that tiling tables have; another is a file of its own, and a line here."""

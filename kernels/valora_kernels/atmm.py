@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from valora_kernels.arrangements import default_tiling
-from valora_kernels.launching import ALIGNMENT, LAUNCHES, padded_ranks, readable, use_triton
+from valora_kernels.arrangements import ARRANGEMENTS, default_tiling
+from valora_kernels.launching import ALIGNMENT, padded_ranks, readable, use_triton
 from valora_kernels.lookup import choose
 from valora_kernels.reference import atmm_reference
 from valora_kernels.tiling import ProjectionGroup, Shape, Tiling
@@ -60,9 +60,9 @@ def atmm(
         if tiling is None:
             launch_fitting(table_choice(weights, batch), ys, x, weights, batch)
             return
-    elif tiling.arrangement not in LAUNCHES:
+    elif tiling.arrangement not in ARRANGEMENTS:
         raise ValueError(
-            f"unknown arrangement {tiling.arrangement!r}: choose one of {', '.join(LAUNCHES)}"
+            f"unknown arrangement {tiling.arrangement!r}: choose one of {', '.join(ARRANGEMENTS)}"
         )
     elif tiling.arrangement == DENSE.arrangement and not (
         _one_adapter(weights, batch) and _one_scale(batch)
@@ -90,7 +90,7 @@ def launch(
     tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
     """Run one arrangement without checks, see `atmm`; without `add` all of y is overwritten."""
-    LAUNCHES[tiling.arrangement](tiling, ys, x, weights, batch, add=add)
+    ARRANGEMENTS[tiling.arrangement].launch(tiling, ys, x, weights, batch, add=add)
 
 
 def launch_fitting(

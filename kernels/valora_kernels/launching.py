@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from valora_kernels.arrangements import EXPAND_RANKS, FUSED, SHRINK_EXPAND
 from valora_kernels.gpus import gpu_of
 
 if TYPE_CHECKING:
@@ -24,6 +23,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _compile_only: ContextVar[bool] = ContextVar("_compile_only", default=False)
+
+EXPAND_RANKS = 128  # rank rows that an expanding program holds at once
 
 ALIGNMENT = 8
 """Elements. A row of 16-bit numbers that starts at a multiple of it starts at one of 16 bytes."""
@@ -240,7 +241,7 @@ def expand(
     )  # fmt: skip
 
 
-def _shrink_expand(
+def shrink_expand(
     tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
     """Two launches; the second is in flight, its weights loaded, when the first ends."""
@@ -248,7 +249,7 @@ def _shrink_expand(
     expand(tiling, ys, h, parts, weights, batch, add=add)
 
 
-def _fused(
+def fused(
     tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
     """One launch, h stays in registers; few rows do not occupy the GPU, large ranks do not fit."""
@@ -267,7 +268,7 @@ def _fused(
     )  # fmt: skip
 
 
-def _dense(
+def dense(
     tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
     """Two dense products of the library's for each projection, where all rows have one adapter."""
@@ -276,14 +277,3 @@ def _dense(
     for p, y in enumerate(ys):
         a, b = weights.rows_of(p, slot, rank)
         y.addmm_(x @ a.T, b, beta=1.0 if add else 0.0, alpha=float(grouping.scale[0, 0]))
-
-
-LAUNCHES: dict[str, Callable[..., None]] = {
-    SHRINK_EXPAND: _shrink_expand,
-    FUSED: _fused,
-    "dense": _dense,
-}
-"""`launch(tiling, ys, x, weights, batch, *, add)` of each arrangement, without checks.
-
-Tables cannot choose `dense`: shapes do not tell whether all rows have one adapter.
-"""

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from valora_kernels.arrangements import ALL, ARRANGEMENTS, EXPAND, SHRINK, Times, fits, refit
+from valora_kernels.arrangements import ALL, ARRANGEMENTS, EXPAND, SHRINK, fits, refit
+from valora_kernels.atmm import launch
 from valora_kernels.gpus import Gpu, gpu_of
-from valora_kernels.launching import ALIGNMENT, LAUNCHES, expand, shrink
+from valora_kernels.launching import ALIGNMENT, expand, shrink
 from valora_kernels.lookup import TilingTable
-from valora_kernels.tiling import ROWS_TOGETHER, Case, ProjectionGroup, Tiling
+from valora_kernels.tiling import ROWS_TOGETHER, Case, ProjectionGroup, Tiling, Times
 from valora_kernels.timing import Inputs, KernelWorkload, replay_times, spread
 from valora_kernels.weights import MAX_PROJECTIONS
 
@@ -88,7 +89,7 @@ def call_of(step: str, tiling: Tiling, work: KernelWorkload, one: Inputs) -> Cal
     elif step == EXPAND:
         call = partial(expand, tiling, one.ys, *shrink(tiling, *given), *given[1:])
     else:
-        call = partial(LAUNCHES[tiling.arrangement], tiling, one.ys, *given, add=one.base is None)
+        call = partial(launch, tiling, one.ys, *given, add=one.base is None)
     if one.base is None or one.y is None:
         return call
     y, base = one.y, one.base
@@ -157,7 +158,8 @@ class Search:
         for case in self._new(group, cases):
             timed = partial(self._times, group, case, workload(group, case, most=192))
             sizes = (group, case.rows, case.adapters, self.table.gpu)
-            found = [pair for way in ARRANGEMENTS.values() for pair in way.search(timed, *sizes)]
+            searches = [way.search for way in ARRANGEMENTS.values() if way.search is not None]
+            found = [pair for search in searches for pair in search(timed, *sizes)]
             best = sorted(found, key=lambda pair: pair[0])[:4]
             self._finish(group, case, timed, [tiling for _, tiling in best])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ ROWS_TOGETHER = 128
 class Tiling:
     """One way to compute the LoRA operator; an arrangement ignores what it has no use for."""
 
-    arrangement: str  # see `launching.LAUNCHES`
+    arrangement: str  # see `arrangements.ARRANGEMENTS`
     rows: int = 16  # batch rows per tile
     outputs: int = 64  # output columns per tile
     inputs: int = 128  # input columns that a shrinking program loads at a time
@@ -79,3 +80,21 @@ class ProjectTiling:
     fold: bool = False  # expand within the product's sum, not after a shrink beside it
     ahead: int = 2  # steps of W that are fetched before x is ready
     halves: bool = False  # store the two halves of a tile apart (with `fold` only)
+
+
+Times = list[tuple[float, Tiling]]  # median microseconds of each tiling, the fastest first
+
+Timer = Callable[[str, Sequence[Tiling], int], Times]
+"""Times a step of tilings with so many replays each; leaves out those that cannot be compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """A way to compute the operator, and what the choice of its tilings must know."""
+
+    launch: Callable[..., None]  # (tiling, ys, x, weights, batch, *, add), without checks
+    memory: Callable[[Tiling, int], int]  # bytes of shared memory a program needs, for a rank
+    programs: Callable[[Tiling, Shape], float]  # that the deciding kernel launches
+    # (timer, group, rows, adapters, gpu); None: tables cannot choose it, as shapes do not tell
+    # whether all rows have one adapter.
+    search: Callable[..., Times] | None = None

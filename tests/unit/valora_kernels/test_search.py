@@ -13,7 +13,6 @@ from tests.support.lora_cases import assert_near, make_case
 from valora_kernels import search as module
 from valora_kernels.arrangements import (
     ARRANGEMENTS,
-    Arrangement,
     expands,
     fits,
     fused_tilings,
@@ -22,11 +21,10 @@ from valora_kernels.arrangements import (
 )
 from valora_kernels.atmm import atmm
 from valora_kernels.gpus import H200
-from valora_kernels.launching import LAUNCHES
 from valora_kernels.lookup import LookupMode, TilingTable
 from valora_kernels.reference import atmm_reference
 from valora_kernels.search import ADAPTERS, FEWER, ROWS, Search, cases_of, first_cases
-from valora_kernels.tiling import Case, ProjectionGroup, Shape, Tiling
+from valora_kernels.tiling import Arrangement, Case, ProjectionGroup, Shape, Tiling
 
 NOTHING = TilingTable(H200, [])
 GROUP = ProjectionGroup(4096, (4096,), 64)
@@ -100,8 +98,7 @@ def test_an_arrangement_that_is_added_computes_and_is_searched(tmp_path, monkeyp
     def searched(time, *_):
         return time("all", [Tiling("in_torch")], 3)
 
-    monkeypatch.setitem(LAUNCHES, "in_torch", in_torch)
-    way = Arrangement(lambda *_: 0, lambda *_: 1, searched)
+    way = Arrangement(in_torch, lambda *_: 0, lambda *_: 1, searched)
     monkeypatch.setitem(ARRANGEMENTS, "in_torch", way)
     case = make_case(19, [8, 16, 24], 64, (64, 32), dtype=torch.float32, device="cpu")
     want = case.expected()

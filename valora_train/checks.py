@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from valora_data.contract import quantized
-from valora_data.contract.base_model import base_family, base_folder
+from valora_data.contract.base_model import base_family, base_folder, empty_base
 from valora_data.contract.files import expanded
 from valora_data.hashing import hub_commit, hub_file
 from valora_teachers.registry import KINDS, make_teacher
@@ -44,7 +44,7 @@ def check(settings: Settings) -> None:
     if settings.command not in FUSING:
         return
     make_strategy(fusion.strategy)
-    _check_model(settings.model, settings.train.lora.targets)
+    _check_model(settings.model)
     several = settings.model.shard or int(os.environ.get("WORLD_SIZE", "1")) > 1
     if fusion.of_dedicated is not None and several:
         raise SettingsError(
@@ -62,6 +62,7 @@ def check_with_libraries(settings: Settings) -> None:
     """Check what only torch and the extensions can tell."""
     import torch
 
+    from valora_train.model.adapters import check_targets
     from valora_train.tasks.registry import TASK_TYPES
 
     for name, options in settings.heads.options.items():
@@ -92,6 +93,7 @@ def check_with_libraries(settings: Settings) -> None:
                     f"model.id={model.id} reads text alone: choose a model of images, such as "
                     "model=photo or model=qwen2.5-vl-3b, or leave the domain out (task.only)"
                 )
+    check_targets(settings.train.lora, model.id, empty_base(model.id))
     if model.quantize is not None:
         quantized.loading_options(model.id, base_folder(model.id), torch.float32, model.device)
 
@@ -176,7 +178,7 @@ def _check_teacher(domain: DomainSettings, teacher: TeacherSettings) -> None:
         )
 
 
-def _check_model(model: ModelSettings, targets: Sequence[str]) -> None:
+def _check_model(model: ModelSettings) -> None:
     if model.attention == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
         raise SettingsError(
             "model.attention=flash_attention_2 needs the package flash-attn: install it, or set "
@@ -203,8 +205,3 @@ def _check_model(model: ModelSettings, targets: Sequence[str]) -> None:
         raise SettingsError(
             f"model.id={model.id} holds no model*.safetensors: save the model as safetensors"
         )
-    for target in targets:
-        if not any(f".{target}." in name for name in names):
-            raise SettingsError(
-                f"train.lora.targets: model {model.id} has no projection {target}, check its name"
-            )

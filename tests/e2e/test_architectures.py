@@ -14,6 +14,7 @@ from rich.console import Console
 from tests.support.engine_reference import make_engine
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from tests.support.stores import new_store
+from valora_data.contract.base_model import base_family
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.schema import Task
 from valora_data.sources.scenes.builtin import builtin_domain
@@ -69,7 +70,8 @@ def domain(name):
 
 
 def settings_of(base, folder, names, *, vision=False, **model):
-    lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=vision)
+    projector = vision and bool(base_family(str(base)).projector_targets)
+    lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=projector)
     return Settings(
         task=TaskSettings(name="all", type=Task.DETECTION),
         domains={name: domain(name) for name in names},

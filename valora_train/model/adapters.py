@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -15,12 +16,14 @@ from safetensors.torch import save_file
 
 from valora_data.contract.base_model import BaseModel
 from valora_data.models.base import Architecture
+from valora_data.models.registry import architecture_of
 from valora_train.errors import SettingsError
 from valora_train.settings import LoraSettings
 
 # Of PEFT, which say nothing to a user.
 for message in (".*is_gradient_checkpointing", ".*was active which is now deleted"):
     warnings.filterwarnings("ignore", message=message)
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on CPUs it misses a package of kernels
 
 
 class Adapters:
@@ -44,23 +47,12 @@ class Adapters:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             if self.peft is None:
-                self._check_tower()
+                check_targets(lora, self._model.base, self._model.model)
                 self.peft = peft.get_peft_model(self._model.model, config, adapter_name=name)
             else:
                 self.peft.add_adapter(name, config)
         self.adopt(name, lora.decode_only if decode_only is None else decode_only)
         self.activate(name)
-
-    def _check_tower(self) -> None:
-        """Refuse LoRA on a vision tower without linear layers, which would change nothing."""
-        wanted = "|".join(self._model.architecture.tower_targets)
-        paths = (path for path, _ in self._model.model.named_modules())
-        found = wanted and any(re.fullmatch(wanted, path) for path in paths)
-        if self._lora.vision_tower and not found:
-            raise SettingsError(
-                f"the vision tower of base model {self._model.base} has no linear layers for LoRA: "
-                "set train.lora.vision_tower=false, or use train=photo with model=photo"
-            )
 
     def load(self, name: str, folder: Path, decode_only: bool = False) -> None:
         """Load an adapter from a PEFT folder."""
@@ -154,3 +146,25 @@ def target_pattern(lora: LoraSettings, architecture: Architecture) -> str:
     if lora.projector:
         parts += architecture.projector_targets
     return "|".join(f"({part})" for part in parts)
+
+
+def check_targets(lora: LoraSettings, base: str, model: Any) -> None:
+    """Refuse LoRA on what has no linear layers in a model, where it would change nothing."""
+    linears = [path for path, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
+    family = architecture_of(model, base)
+    wanted = [
+        (f"linear layers {name} for LoRA in its language model: correct train.lora.targets",
+         (rf".*{family.decoder}.*\.{re.escape(name)}",))
+        for name in lora.targets
+    ]  # fmt: skip
+    for part, asked, targets in (
+        ("vision_tower", lora.vision_tower, family.tower_targets),
+        ("projector", lora.projector, family.projector_targets),
+    ):
+        text = (
+            f"linear layers for LoRA in its {part.replace('_', ' ')}: set train.lora.{part}=false"
+        )
+        wanted += [(f"{text}, or choose another train=NAME", targets)] if asked else []
+    for text, targets in wanted:
+        if not any(re.fullmatch(target, path) for target in targets for path in linears):
+            raise SettingsError(f"base model {base} has no {text}")

@@ -85,7 +85,8 @@ def test_numbers(plain):
     [
         ("train.lora.rank", 7, "must be one of 4, 8, 16, 32, 64, 128, 256, got 7"),
         ("train.lora.targets", [], "train.lora.targets=.*at least 1"),
-        ("train.lora.targets", ["query"], "has no projection query"),
+        ("train.lora.targets", ["query"], "tiny has no linear layers query for LoRA in its lang"),
+        ("train.lora.targets", ["q_proj", "fc1"], "no linear layers fc1 .*correct train.lora"),
         ("train.lora.target", ["q_proj"], "did you mean targets"),
         ("train.flip", "perhaps", "bad setting train.flip='perhaps'"),
         ("heads.options", {"poetry": {}}, "poetry"),
@@ -180,7 +181,7 @@ def test_models_that_are_no_models(plain, tmp_path):
     tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
     header = json.dumps({"layers.0.q_proj.weight": tensor}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    assert "has no projection k_proj" in refused(plain, "model.id", str(folder))
+    assert "architecture 'None'" in refused(plain, "model.id", str(folder))
 
 
 def test_packages_that_are_missing_and_folders_that_cannot_be_written(plain, monkeypatch):

@@ -115,7 +115,7 @@ class Watch(TorchFunctionMode):
 def computed(family, checkpoint, **settings):
     """Types, gradients of an adapter that is not zero, and states as measured and as trained on."""
     vision = family not in TEXT_CHECKPOINTS
-    lora = LoraSettings(rank=4, vision_tower=vision, projector=vision)
+    lora = LoraSettings(rank=4, vision_tower=vision, projector=vision and family != "gemma3")
     lmm = Lmm(ModelSettings(id=str(checkpoint), **settings), lora)
     lmm.adapters.add("one", seed=2)
     disturb(lmm, "one")
@@ -340,5 +340,24 @@ def test_at_decoding_only_it_acts_from_the_last_token_on(random_llava, images, t
         for row, prompt in enumerate(states.prompts):
             torch.testing.assert_close(found[row, : prompt - 1], plain[row, : prompt - 1])
             assert not torch.allclose(found[row, prompt - 1], plain[row, prompt - 1])
-    with pytest.raises(SettingsError, match="photo has no linear layers for LoRA"):
-        training_lmm.load("photo", vision_tower=True).adapters.add("one", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("base", "lora", "said"),
+    [
+        ("photo", {"vision_tower": True}, "LoRA in its vision tower: set train.lora.vision_tower="),
+        (
+            "gemma3",
+            {"projector": True},
+            "in its projector: set train.lora.projector=false",
+        ),
+        ("llama", {"projector": True}, "for LoRA in its projector"),
+        ("llama", {"vision_tower": True}, "for LoRA in its vision tower"),
+        ("llava", {"targets": ["q_proj", "fc1"]}, "fc1 for LoRA in its language model: correct"),
+    ],
+)
+def test_what_lora_would_not_change_is_refused(base, lora, said, tmp_path):
+    make = (CHECKPOINTS | TEXT_CHECKPOINTS).get(base)
+    lmm = training_lmm.load(make(tmp_path, seed=5) if make else base, **lora)
+    with pytest.raises(SettingsError, match=said):
+        lmm.adapters.add("one", seed=0)

@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from valora_data.contract import quantized
-from valora_data.contract.base_model import base_family, base_folder, empty_base
+from valora_data.contract.base_model import base_family, base_folder
 from valora_data.contract.files import expanded
 from valora_data.hashing import hub_commit, hub_file
 from valora_teachers.registry import KINDS, make_teacher
@@ -93,7 +93,8 @@ def check_with_libraries(settings: Settings) -> None:
                     f"model.id={model.id} reads text alone: choose a model of images, such as "
                     "model=photo or model=qwen2.5-vl-3b, or leave the domain out (task.only)"
                 )
-    check_targets(settings.train.lora, model.id, empty_base(model.id))
+    empty = quantized.empty_base(model.id, base_folder(model.id))
+    check_targets(settings.train.lora, model.id, empty)
     if model.quantize is not None:
         quantized.loading_options(model.id, base_folder(model.id), torch.float32, model.device)
 
@@ -174,7 +175,8 @@ def _check_teacher(domain: DomainSettings, teacher: TeacherSettings) -> None:
             )
     elif (kind.artefact or given.startswith((".", "/", "~"))) and not hub_file(given).exists():
         raise SettingsError(
-            f"{place}={given} does not exist: name a trained model, `train` or `labels`"
+            f"{place}={given} does not exist: name a trained model, `train` or `labels`; one of "
+            "the hub needs the network once, without HF_HUB_OFFLINE"
         )
 
 

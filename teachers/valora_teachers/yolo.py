@@ -255,7 +255,7 @@ def threads_kept() -> Iterator[None]:
 def open_weights(path: Path) -> tuple[Any, str]:
     """The `ultralytics.YOLO` of a `.pt` file, and its task."""
     if not path.is_file():
-        raise TeacherError(f"teacher {path} does not exist: check the path")
+        raise TeacherError(f"teacher {path} is no file: check the path")
     ultralytics = load_ultralytics()
     try:
         with threads_kept():
@@ -263,7 +263,7 @@ def open_weights(path: Path) -> tuple[Any, str]:
             if not isinstance(model.model, ultralytics.nn.tasks.BaseModel):
                 raise TypeError(f"it holds a {type(model.model).__name__}")  # noqa: TRY301
             return model, model.task
-    except Exception as error:  # a pickle may raise anything
+    except (Exception, SystemExit) as error:  # a pickle may raise anything
         reason = " ".join(str(error).removeprefix("ERROR ❌️ ").split()) or type(error).__name__
         raise TeacherError(
             f"{path.name} is no YOLO that Ultralytics {ultralytics.__version__} can load "

@@ -152,7 +152,7 @@ def check_targets(lora: LoraSettings, base: str, model: Any) -> None:
     """Refuse LoRA on what has no linear layers in a model, where it would change nothing."""
     linears = [path for path, one in model.named_modules() if isinstance(one, torch.nn.Linear)]
     family = architecture_of(model, base)
-    wanted = [
+    wanted: list[tuple[str, tuple[str, ...]]] = [
         (f"linear layers {name} for LoRA in its language model: correct train.lora.targets",
          (rf".*{family.decoder}.*\.{re.escape(name)}",))
         for name in lora.targets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,16 @@ from valora_data.contract.files import expanded
 from valora_data.errors import DataError
 from valora_data.faults import ImageReader
 from valora_data.hashing import code_hash, hash_files, hub_commit
-from valora_data.prepare import prepare
+from valora_data.prepare import TRUTH, prepare
 from valora_data.schema import Split
 from valora_data.shards import open_shard
 from valora_data.sources.registry import files_of, open_source
+from valora_data.wording import examples
 from valora_train.reporting.progress import Step
-from valora_train.settings import DomainSettings, as_dict
+from valora_train.settings import LABELS, DomainSettings, as_dict
 from valora_train.stage import Stage, write_json
+
+log = logging.getLogger(__name__)
 
 HASHES = "hashes"  # folder in the work folder that remembers the hashes of single files
 FAULTS = "faults.json"  # what was skipped, in the stage's folder
@@ -78,6 +82,7 @@ def build_data(domain: DomainSettings, folder: Path, on_step: Step = lambda *_: 
         reader.warn_of_lost()  # which may be why
         raise DataError(f"data of domain {domain.name}: {error}") from error
     reader.finish()
+    _warn_of_classes(domain, folder)
     if reader.found:
         found = [(fault.kind.name.lower(), fault.text) for fault in reader.found]
         write_json(folder / FAULTS, found)
@@ -106,3 +111,18 @@ def _check_answers(domain: DomainSettings, folder: Path) -> None:
             f"all training samples of domain {domain.name} are {chosen.pop()!r}, so that there is "
             "nothing to tell apart: add samples of other labels"
         )
+
+
+def _warn_of_classes(domain: DomainSettings, folder: Path) -> None:
+    """Warn of classes that nothing can learn, or that the accuracy on test says nothing of."""
+    known: dict[str, list[str]] = {LABELS: [Split.TRAIN, TRUTH], "train": [Split.TRAIN]}
+    learnt = known.get(domain.teacher, [])
+    for what, parts in (("training", learnt), ("test", [Split.TEST])):
+        shards = [open_shard(folder / part) for part in parts if (folder / part).is_dir()]
+        answers = [answer for shard in shards for answer in shard.answers()]
+        shown = {box.label for one in answers for box in one.boxes}
+        shown |= {one.choice for one in answers if one.choice is not None}
+        lacking = [label for label in domain.labels if label not in shown]
+        if shown and lacking and not domain.source.format.drawn:
+            text = "domain %s: no %s sample shows %s: label some, or leave it out of its labels"
+            log.warning(text, domain.name, what, examples(lacking, 3))

@@ -14,7 +14,7 @@ from valora_data.contract.files import expanded
 from valora_data.errors import BundleError, ValoraError
 from valora_data.hashing import file_hash, hash_files
 from valora_data.models.base import IMAGE, PIXELS, VIDEO, Architecture
-from valora_data.models.registry import architecture_of, empty_model, family_of
+from valora_data.models.registry import architecture_of, family_of
 from valora_data.wording import first_line
 
 if TYPE_CHECKING:
@@ -57,19 +57,6 @@ def base_family(base: str) -> Architecture:
         return _described(base, base_folder(base))[1]
     except (OSError, ValueError) as error:
         raise BundleError(f"cannot load base model {base}: {error}") from error
-
-
-def empty_base(base: str) -> Any:
-    """Return a base model without weights, on the meta device; or a `BundleError`."""
-    from transformers import AutoConfig
-
-    import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
-
-    try:
-        quantized.check_plain(base, _described(base, source := base_folder(base))[0])
-        return empty_model(AutoConfig.from_pretrained(source))
-    except (OSError, ValueError, ImportError) as error:
-        raise BundleError(f"cannot load base model {base}: {first_line(error)}") from error
 
 
 def _described(base: str, source: str) -> tuple[dict[str, Any], Architecture]:

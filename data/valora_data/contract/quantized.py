@@ -31,12 +31,10 @@ def loading_options(
     """Arguments of ``from_pretrained`` that round the language model to NF4; or a `BundleError`."""
     import torch
     from torch import nn
-    from transformers import AutoConfig, BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig
 
     check_library(torch.device(device).type)
-    config: Any = AutoConfig.from_pretrained(source)
-    check_plain(base, vars(config))
-    model = empty_model(config)
+    model = empty_base(base, source)
     linears = {path for path, module in model.named_modules() if type(module) is nn.Linear}
     parts = architecture_of(model, base).adaptable(model)
     inside = tuple(f"{path}." for path, part in parts.items() if part is ModelPart.LANGUAGE)
@@ -48,6 +46,17 @@ def loading_options(
         llm_int8_skip_modules=sorted(path for path in linears if not path.startswith(inside)),
     )
     return {"quantization_config": quantization, "device_map": {"": device}}
+
+
+def empty_base(base: str, source: str) -> Any:
+    """Build a base model without weights, on the meta device; one saved quantised is refused."""
+    from transformers import AutoConfig
+
+    import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
+
+    config: Any = AutoConfig.from_pretrained(source)
+    check_plain(base, vars(config))
+    return empty_model(config)
 
 
 def check_plain(base: str, described: Mapping[str, Any]) -> None:

@@ -138,13 +138,21 @@ def test_training_is_repeatable_and_leaves_the_process_alone(tmp_path, monkeypat
     assert list((tmp_path / "work").iterdir()) == []
 
 
+class Ends:
+    """Ends the process that unpickles it, as if all was well."""
+
+    def __reduce__(self):
+        return sys.exit, (0,)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"teacher .*x\.pt does not exist: check the path"),
+        (None, r"teacher .*x\.pt is no file: check the path"),
         (b"not a model", r"x\.pt is no YOLO that .* corrupted \(Unpickl"),
         (pickle.dumps([1, 2, 3]), r"x\.pt is no YOLO"),
         ({"weights": torch.zeros(3)}, r"x\.pt is no YOLO"),
+        (Ends(), r"x\.pt is no YOLO"),
     ],
 )
 def test_loading_refuses(content, message, tmp_path):

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from dataclasses import is_dataclass
 from functools import reduce
+from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 from omegaconf import OmegaConf
 
 from tests.support.configs import configured
+from valora_data.contract.base_model import base_folder
 from valora_data.errors import ValoraError
 from valora_train import checks, settings
 from valora_train.checks import check, check_contracts_asked, check_with_libraries
@@ -182,6 +184,12 @@ def test_models_that_are_no_models(plain, tmp_path):
     header = json.dumps({"layers.0.q_proj.weight": tensor}).encode()
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     assert "architecture 'None'" in refused(plain, "model.id", str(folder))
+    config = json.loads(Path(base_folder("tiny"), "config.json").read_text())
+    for method in ("awq", "gptq"):
+        config["quantization_config"] = {"quant_method": method, "bits": 4}
+        (folder / "config.json").write_text(json.dumps(config))
+        said = refused(plain, "model.id", str(folder))
+        assert f"saved in a quantised form already ({method})" in said
 
 
 def test_packages_that_are_missing_and_folders_that_cannot_be_written(plain, monkeypatch):

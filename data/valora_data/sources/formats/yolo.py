@@ -159,7 +159,7 @@ class YoloSet:
         if count >= 6 and count % 2 == 0 and not self._keypoints:
             xs, ys = numbers[0::2], numbers[1::2]
             return label, shares(min(xs), min(ys), max(xs), max(ys))
-        more = f"{self._keypoints} of keypoints" if self._keypoints else "a polygon"
+        more = f"{self._keypoints} of keypoints" if self._keypoints else "a polygon (no kpt_shape)"
         text = f"expected a class and 4 numbers (centre x, y, width, height) or {more}, got "
         text += plural(count, "number") + ", of which the last may be a confidence" * (count == 5)
         raise FaultError(FaultKind.ROW_MALFORMED, text)

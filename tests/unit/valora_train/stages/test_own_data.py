@@ -195,6 +195,30 @@ def test_data_without_any_object_is_refused(tmp_path):
         build_data(domain, tmp_path / "counted")
 
 
+@pytest.mark.parametrize(
+    ("teacher", "train", "test", "said"),
+    [
+        ("labels", ("red",), ("red", "white"), ["no training sample shows white: label some, or"]),
+        ("train", ("red", "white"), ("white",), ["no test sample shows red: label some, or"]),
+        ("best.pt", ("red",), ("white",), ["no test sample shows red"]),
+        ("labels", ("red", "white"), ("red", "white"), []),
+    ],
+)
+def test_classes_that_a_split_lacks_are_named(teacher, train, test, said, tmp_path, caplog):
+    splits = {"train": train, "val": ("red", "white"), "test": test}
+    sets = enumerate(splits.items())
+    parts = {name: marked(*shown, count=6, first=6 * n) for n, (name, shown) in sets}
+    write_yolo(tmp_path / "set", parts)
+    source = SourceSettings(kind="yolo", path=f"{tmp_path}/set/data.yaml")
+    domain = DomainSettings(
+        "cells", Task.DETECTION, ["red", "white"], "detect", teacher=teacher, source=source
+    )
+    build_data(domain, tmp_path / "data")
+    assert len(caplog.messages) == len(said), caplog.messages
+    for text, message in zip(said, caplog.messages, strict=True):
+        assert text in message
+
+
 @pytest.mark.slow
 def test_domains_of_every_task_go_into_one_bundle(tmp_path, random_llava):
     (command,) = re.findall(r"```text\n(valora-train .*?)```", PAGE.read_text(), re.S)

@@ -106,6 +106,7 @@ def serve(
     from valora_serve.server.loading.state_file import own_state, read_state
     from valora_serve.server.resolving.cache import lock_folder
     from valora_serve.server.resolving.registry import make_resolvers
+    from valora_serve.server.samples import Samples
     from valora_serve.server.telemetry import logs
 
     began = time.monotonic()
@@ -115,6 +116,7 @@ def serve(
     if engine_settings.share_by == "key":
         startup.tell_of_shares(engine_settings.shares, "key", keys.names)
     check_certificate(settings)
+    Samples(settings)
     if make_resolvers(settings.adapter_sources):
         lock_folder(Path(settings.adapter_cache)).release()
     with contextlib.ExitStack() as held:

@@ -140,6 +140,7 @@ class Request:
     client: str | None = None  # who asks, e.g. the name of an API key, for shares by key
     cache_salt: str | None = None  # requests of the same one share cached prompts and images
     stream: bool = True  # whether outputs come as they are made; otherwise all come at the end
+    store: bool = True  # whether a server may keep it in its sample
     also: tuple[Request, ...] = ()  # of other domains about the same images, answered together
 
     @classmethod

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +34,7 @@ from valora_serve.predict.records import (
     Results,
     check_run,
     read_predictions,
+    take_sample,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         "valora predict", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("folder", type=Path, help="folder of images or videos, or one file")
-    made.add_argument("--bundle", required=True, help="folder of a bundle, or one of bundles")
+    said = "folder of a bundle, or one of bundles; without it, the folder is a server's sample"
+    made.add_argument("--bundle", help=said)
     made.add_argument("--out", type=Path, default=Path("predictions"), help="output folder")
     made.add_argument(
         "--format",
@@ -97,7 +101,8 @@ async def _run(options: argparse.Namespace) -> int:
     for name in formats:
         WRITERS[name]  # an unknown one is refused before a model is loaded
     _check(options)
-    folders = startup.find_bundles([options.bundle], options.out / "downloads")
+    named = [options.bundle] if options.bundle else []
+    folders = startup.find_bundles(named, options.out / "downloads")
     facts = {
         "folder": str(options.folder.resolve()),
         "bundles": {str(folder): file_hash(folder / MANIFEST) for folder in folders},
@@ -107,26 +112,29 @@ async def _run(options: argparse.Namespace) -> int:
     }
     options.out.mkdir(parents=True, exist_ok=True)
     check_run(options.out, facts)
-    base = options.base or str(read_manifest(folders[0])["base"]["id"])
-    settings = EngineSettings(
-        base=base,
-        device=options.device,
-        profile=False,  # a measurement would take longer than most folders
-        policy="slora",  # first come, first served: nobody waits for a single answer
-    )
-    with console.status("Loading the model …"):
-        engine = await start_engine(startup.follow_bundles(settings, folders))
-    try:
-        models = await _load(engine, folders, golden=not options.no_golden)
+    async with AsyncExitStack() as stack:
+        if folders:
+            settings = EngineSettings(
+                base=options.base or str(read_manifest(folders[0])["base"]["id"]),
+                device=options.device,
+                profile=False,  # a measurement would take longer than most folders
+                policy="slora",  # first come, first served: nobody waits for a single answer
+            )
+            with console.status("Loading the model …"):
+                engine = await start_engine(startup.follow_bundles(settings, folders))
+            stack.push_async_callback(engine.close)
+            models = await _load(engine, folders, golden=not options.no_golden)
+        else:
+            os.nice(10)  # beside the server whose sample it is
+            models = take_sample(options.folder, options.out)
         asked = _chosen(models, options, console)
-        small = None
+        small, failed = None, 0
         if options.beside:  # first, as it takes less time to fail
             small = beside.answers_of(options.beside, options.folder, asked[0], options.out)
-        question = Question(options.prompt, options.min_score, options.max_tokens)
-        with short_pauses():
-            failed = await _answer(engine, asked, options, question, console)
-    finally:
-        await engine.close()
+        if folders:
+            question = Question(options.prompt, options.min_score, options.max_tokens)
+            with short_pauses():
+                failed = await _answer(engine, asked, options, question, console)
     used = list(dict.fromkeys(model.bundle or "" for model in asked))
     results = Results(
         options.out,
@@ -155,6 +163,10 @@ def _check(options: argparse.Namespace) -> None:
         raise SettingsError(f"--min-score is {options.min_score}: name one from 0 to 1")
     if options.beside and (not options.domain or "," in options.domain):
         raise SettingsError("--beside compares one domain: name it with --domain")
+    if not options.bundle and (options.prompt or options.min_score or options.max_tokens):
+        raise SettingsError(
+            "--prompt, --min-score and --max-tokens go with --bundle: leave them out"
+        )
     for name in ("at_once", "max_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:

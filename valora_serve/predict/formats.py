@@ -13,7 +13,7 @@ import yaml
 
 from valora_data.registry import Registry
 from valora_serve.errors import SettingsError
-from valora_serve.predict.records import PREDICTIONS, Prediction, Results
+from valora_serve.predict.records import PREDICTIONS, Prediction, Results, written
 
 Writer = Callable[[Results], Path]
 """Writes the answers of a run into its output folder, and returns the file or folder."""
@@ -34,14 +34,6 @@ def class_indices(results: Results, kind: str) -> dict[tuple[str, str], tuple[in
         (domain, label): (number, label if shared[label] == 1 else f"{domain}/{label}")
         for number, (domain, label) in enumerate(pairs)
     }
-
-
-def written(path: Path, text: str) -> Path:
-    """Write a file in one rename, so that it is never half there; returns it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-    return path
 
 
 def write_jsonl(results: Results) -> Path:

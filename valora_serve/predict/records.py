@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from PIL import Image
+
+from valora_data.sources.formats.files import files_below
 from valora_serve.errors import SettingsError
-
-if TYPE_CHECKING:
-    from valora_serve.types import ServedModel
+from valora_serve.server.samples import NOTE
+from valora_serve.types import ServedModel
 
 PREDICTIONS = "predictions.jsonl"
 RUN = "run.json"  # what the predictions depend on
@@ -78,18 +80,51 @@ def read_predictions(path: Path) -> list[Prediction]:
     return list(found.values())
 
 
+def take_sample(folder: Path, out: Path) -> list[ServedModel]:
+    """Take over what a server kept in a `sample_folder`; of each domain, its newest bundle's."""
+    found = []
+    for path in sorted(files_below(folder, frozenset({".png"})), key=lambda path: path.name):
+        file, facts = path.relative_to(folder).as_posix(), path.stat()
+        try:
+            with Image.open(path) as image:
+                row, size = json.loads(image.info[NOTE]), image.size
+            model = ServedModel(kind="domain", root="", **row["domain"])
+            version = facts.st_size, facts.st_mtime_ns
+            made = Prediction(
+                file, model.name, model.task or "", *size, row["answer"], None, version
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            text = f"{path} holds no answer of a server: name the bundle to ask with --bundle"
+            raise SettingsError(text) from error
+        found.append((model, made))
+    if not found:
+        raise SettingsError(f"{folder} holds no sample of a server: name a bundle with --bundle")
+    newest = {model.name: model for model, _ in found}
+    kept = [asdict(made) for model, made in found if model == newest[model.name]]
+    written(out / PREDICTIONS, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in kept))
+    return list(newest.values())
+
+
+def written(path: Path, text: str) -> Path:
+    """Write a file in one rename, so that it is never half there; returns it."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
 def check_run(out: Path, facts: dict[str, Any]) -> None:
     """Keep the JSON values that predictions depend on; refuse to mix them with others."""
-    file = out / RUN
-    if not file.is_file():
-        if (out / PREDICTIONS).exists():
-            raise SettingsError(f"{out} holds predictions without {RUN}: name another with --out")
-        file.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    file, made = out / RUN, out / PREDICTIONS
+    if not made.is_file() or not made.stat().st_size:
+        written(file, json.dumps(facts, indent=1) + "\n")
         return
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{file} is damaged: name another folder with --out") from error
+        raise SettingsError(
+            f"{out} holds predictions without a sound {RUN}: name another folder with --out"
+        ) from error
     other = sorted(name for name in facts | before if facts.get(name) != before.get(name))
     if other:
         raise SettingsError(

@@ -44,6 +44,7 @@ from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.middleware import Middleware
 from valora_serve.server.resolving.on_request import OnRequest
+from valora_serve.server.samples import Samples
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry.adapter_states import follow_adapters
@@ -83,7 +84,8 @@ def create_app(
     if served is None:
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
         served = ServedSet(engine, folder, Path(settings.state_file))
-    service = Service(engine, admission, metrics, tracer, share_by, settings.cache_sharing)
+    sharing, samples = settings.cache_sharing, Samples(settings)
+    service = Service(engine, admission, metrics, tracer, share_by, sharing, samples)
     on_request = OnRequest.of(service, served, settings)
     follow_adapters(metrics, service, on_request)
     context = ServerContext(

@@ -15,6 +15,7 @@ from valora_serve.errors import CancelledRequestError, ServeError, StoppedError,
 from valora_serve.server.access.admission import Admission
 from valora_serve.server.access.guard import caller, caller_key
 from valora_serve.server.gather import gathered
+from valora_serve.server.samples import Samples
 from valora_serve.server.telemetry.metrics import Metrics
 from valora_serve.server.telemetry.spans import Tracer
 from valora_serve.types import EngineClient, Finish, Output, Request, ServedModel, Times
@@ -38,12 +39,14 @@ class Service:
         tracer: Tracer,
         share_by: str = "none",
         cache_sharing: str = "key",
+        samples: Samples | None = None,
     ) -> None:
         self.engine = engine
         self._admission = admission
         self._metrics = metrics
         self._tracer = tracer
         self._share_by, self._cache_sharing = share_by, cache_sharing
+        self._samples = samples
         self._models: dict[str, ServedModel] = {}
         self._changes: set[asyncio.Task[Any]] = set()
         self._hidden: set[str] = set()
@@ -181,6 +184,8 @@ class Service:
                         ended(output)
                         for one in {name, *(adapter for adapter, _ in request.adapters)}:
                             self._metrics.ended(one, output, tokens_at)
+                        if self._samples is not None:
+                            self._samples.offer(ticket.model, request, output)
                     yield output
                 if last is None:
                     raise StoppedError("The engine stopped while it answered: try again")

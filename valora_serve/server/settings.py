@@ -107,6 +107,11 @@ class ServerSettings:
         otlp_endpoint: OpenTelemetry collector (OTLP over HTTP) that receives a span per request.
         golden: Replay the golden examples of every bundle before it is served.
         console: Serve the web console at /.
+        sample_folder: Folder for a sample of requests, which `valora predict` compares with a small
+            model: PNG files that hold the domain's answer; none by default. Requests with
+            `store: false` are left out.
+        sample_shares: Share of the pictures that are kept by domain, e.g. person=0.01.
+        sample_bytes: Most bytes of that folder; once it is full, nothing more is kept.
     """
 
     host: str = "127.0.0.1"
@@ -174,6 +179,9 @@ class ServerSettings:
     otlp_endpoint: str | None = None
     golden: bool = True
     console: bool = True
+    sample_folder: str | None = None
+    sample_shares: dict[str, Annotated[float, Field(ge=0, le=1)]] = field(default_factory=dict)
+    sample_bytes: Count = 2**28
 
     def __post_init__(self) -> None:
         """Check what types do not say."""
@@ -203,6 +211,9 @@ class ServerSettings:
             (self.adapter_bytes > self.adapter_cache_bytes,
              f"adapter_bytes is {self.adapter_bytes}, more than adapter_cache_bytes "
              f"({self.adapter_cache_bytes}): an adapter must fit into the cache"),
+            (bool(self.sample_folder) != bool(self.sample_shares),
+             "sample_folder and sample_shares go together: name a folder, and the share of the "
+             "pictures of each domain, e.g. person=0.01"),
         ):  # fmt: skip
             if wrong:
                 raise ValueError(said)

@@ -81,6 +81,7 @@ async def _bundle_answer(
         min_score=body.valora.min_score, deadline=body.valora.deadline,
         prompt="\n".join(part.text for part in parts if isinstance(part, schema.TextPart)) or None,
         max_tokens=body.max_completion_tokens or body.max_tokens, cache_salt=body.cache_salt,
+        store=body.store in (None, True),
     )  # fmt: skip
     found = await looked(context, http, fields, since, own_prompts=True)
     used = [one.usage for one in found.values() if isinstance(one, schema.VisionAnswer)]
@@ -128,7 +129,7 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
     messages, said = as_measured(model, body.messages, head=head, told=tools is not None)
     plain = types.Request(
         f"chatcmpl-{new_id()}", **arrival.named, head=body.valora.head,
-        min_score=body.valora.min_score, sampling=params,
+        min_score=body.valora.min_score, sampling=params, store=body.store in (None, True),
     )  # fmt: skip
     # First, as a schema that is refused costs no image.
     copies = await arrival.constrained(context.service.numbered(plain, body.n or 1), grammar)

@@ -24,7 +24,7 @@ _EMPTY = {  # what `include` may ask for besides; no answer of this server holds
     "web_search_call.action.sources", "web_search_call.results",
 }  # fmt: skip
 _SAME = ("model", "cache_salt", "temperature", "top_p", "tools", "tool_choice",
-         "parallel_tool_calls", "valora")  # fmt: skip
+         "parallel_tool_calls", "store", "valora")  # fmt: skip
 """Fields that chat has, too."""
 
 

@@ -65,6 +65,7 @@ IGNORED = (
     "safety_identifier", "service_tier", "store", "truncation", "user", "verbosity",
 )  # fmt: skip
 """Fields of OpenAI's that change no answer of this server."""
+_STORE = "false keeps the request out of the server's sample"
 _STATELESS = "as this server keeps no conversations: send the whole conversation as input"
 REFUSED = {
     "audio": "is not served, as answers are text: leave it out",
@@ -109,7 +110,7 @@ def fields_of(kind: type, *without: str) -> dict[str, Any]:
 
 _FIELDS: dict[str, Any] = {
     name: (JsonValue, Field(default=None, description=said))
-    for name, said in (dict.fromkeys(IGNORED, "ignored") | REFUSED).items()
+    for name, said in (dict.fromkeys(IGNORED, "ignored") | REFUSED | {"store": _STORE}).items()
 }
 _Others: Any = create_model("_Others", __base__=Body, **_FIELDS)
 
@@ -445,6 +446,7 @@ class VisionRequest(Body):
     max_tokens: _Limit = None
     deadline: Deadline = None
     cache_salt: CacheSalt = None
+    store: bool | None = Field(default=None, description=_STORE)
 
 
 class LookRequest(VisionRequest):

@@ -330,6 +330,7 @@ def _requests(
         ),
         "deadline": arrival.time_left(),
         "cache_salt": fields.cache_salt,
+        "store": fields.store is not False,
     }
     identity, words = f"vision-{new_id()}", None if prompt is None else question
     parts = [[image] for image in images] if video is None else [video]

@@ -7,12 +7,16 @@ import os
 from dataclasses import replace
 
 import pytest
+from PIL import Image
 
 from tests.support.data_sets import picture, write_video
 from tests.support.fake_engine import CAPTION, PERSON, SCENE, FakeEngine
 from valora_serve.predict import command
 from valora_serve.predict.records import read_predictions
 from valora_serve.predict.run import Question, answer_all, find_jobs, make_request
+from valora_serve.server.samples import Samples
+from valora_serve.server.settings import ServerSettings
+from valora_serve.types import Output, Request
 
 
 class Engine(FakeEngine):
@@ -134,6 +138,33 @@ def test_beside_a_small_model(engines, tmp_path, capsys):
     assert predict(tmp_path, *asked) == 0
     assert "on 1 image: " in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "beside.json").read_text())["images"] == 1
+
+
+def test_the_sample_of_a_server_beside_a_small_model(engines, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("os.nice", lambda _: None)
+    settings = ServerSettings(sample_folder=str(tmp_path / "kept"), sample_shares={"person": 1})
+    samples, image = Samples(settings), Image.new("RGB", (40, 20))
+    output = Output("r", head=FakeEngine._head(PERSON, [image], None))
+    for _ in range(3):
+        samples.offer(PERSON, Request("r", images=[image]), output)
+        samples._thread.submit(int).result()
+    small = tmp_path / "small.jsonl"
+    for path in sorted((tmp_path / "kept").glob("*/*.png"))[:2]:
+        found = json.dumps({"file": f"person/{path.name}", "domain": "person",
+                            "answer": {"detections": []}})  # fmt: skip
+        with small.open("a") as file:
+            file.write(f"{found}\n")
+    asked = [str(tmp_path / "kept"), "--out", str(tmp_path / "out"), "--format", "coco"]
+    asked += ["--domain", "person", "--beside", str(small)]
+    assert command.main([*asked, "--min-score", "0.5"]) == 1
+    assert "go with --bundle: leave them out" in capsys.readouterr().err
+    assert command.main(asked) == 0 and command.main(asked) == 0 and not engines
+    assert "agreement 0.000 on 2 images" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "out" / "coco.json").read_text())["images"]) == 3
+    asked[0] = str(tmp_path / "in")
+    assert command.main([*asked[:2], str(tmp_path / "other"), *asked[3:]]) == 1
+    assert "0.png holds no answer of a server" in capsys.readouterr().err
+    assert predict(tmp_path, "--out", str(tmp_path / "other")) == 0  # nothing was begun there
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,198 @@
+"""The sample of requests: what is kept, by whom it may be read, its limit, and what reads it."""
+
+import json
+import multiprocessing
+from dataclasses import replace
+
+import pytest
+from PIL import Image
+
+from tests.support.fake_engine import CAPTION, PERSON, SCENE, FakeEngine
+from tests.support.http_helpers import CHAT, chat, data_url, encoded, picture, serving, until
+from valora_serve.errors import SettingsError
+from valora_serve.predict.records import read_predictions, take_sample
+from valora_serve.server.samples import NOTE, Samples
+from valora_serve.server.settings import ServerSettings
+from valora_serve.types import Output, Request
+
+PICTURE = picture(40, 20)
+GOOD = data_url(encoded(PICTURE))
+SHOWN = {"role": "user", "content": [{"type": "input_image", "image_url": GOOD}]}
+HEAD = FakeEngine._head(PERSON, [PICTURE], None)
+ALL = {"person": 1.0, "scene": 1.0, "caption": 1.0}
+
+
+def sampling(folder, shares=ALL, **more):
+    settings = ServerSettings(sample_folder=str(folder), sample_shares=shares, **more)
+    return Samples(settings)
+
+
+def offer(samples, name="person", image=PICTURE, **fields):
+    """Offer an answer, and wait until it is written."""
+    request = Request("r", images=[image], **fields)
+    samples.offer(replace(PERSON, name=name), request, Output("r", head=HEAD))
+    samples._thread.submit(int).result()
+
+
+def kept(folder):
+    return sorted(folder.glob("*/*.png"))
+
+
+def test_what_requests_ask_is_read_as_what_was_answered(tmp_path):
+    folder, out = tmp_path / "kept", tmp_path / "out"
+    with serving(sample_folder=str(folder), sample_shares=ALL) as server:
+        body = {"images": [GOOD], "domains": ["person", "scene", "caption"]}
+        answers = server.client.post("/v1/vision", json=body).json()["domains"]
+        server.client.post(CHAT, json=chat(url=GOOD, model="person"))
+        until(lambda: len(kept(folder)) == 3)
+    assert {file.stat().st_mode & 0o777 for file in [*kept(folder), folder / ".lock"]} == {0o600}
+    assert {one.stat().st_mode & 0o777 for one in (folder, *folder.glob("[!.]*"))} == {0o700}
+    assert not [*folder.glob("*/.*")]
+    assert all(Image.open(file).tobytes() == PICTURE.tobytes() for file in kept(folder))
+    out.mkdir()
+    models = {model.name: model for model in take_sample(folder, out)}
+    assert set(models) == {"person", "scene"} and models["person"].bundle == "d@1"
+    assert list(models["scene"].labels) == ["street", "beach"] and models["person"].boxes
+    found = read_predictions(out / "predictions.jsonl")
+    assert sorted(one.file.split("/")[0] for one in found) == ["person", "person", "scene"]
+    for one in found:
+        said = answers[one.domain]["results"][0]
+        assert (one.width, one.height) == (40, 20)
+        assert {name: said[name] for name in one.answer} == one.answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/vision/person", {"images": [GOOD], "store": False}),
+        ("/v1/vision/person", {"images": [GOOD], "min_score": 0.1}),
+        ("/v1/vision/scene", {"images": [GOOD]}),
+        ("/v1/vision", {"images": [GOOD], "domains": ["d"], "store": False}),
+        (CHAT, chat(url=GOOD, model="person", store=False)),
+        (CHAT, chat(url=GOOD, model="person", store="no")),
+        (CHAT, chat(url=GOOD, model="d", store=0)),
+        (CHAT, chat(url=GOOD, model="person", valora={"head": False})), (CHAT, chat(model="tiny")),
+        ("/v1/responses", {"model": "person", "store": False, "input": [SHOWN]}),
+        ("/v1/embeddings", {"model": "person", **chat(url=GOOD)}),
+    ],
+)  # fmt: skip
+def test_what_is_never_kept(tmp_path, path, body):
+    with serving(sample_folder=str(tmp_path), sample_shares={"person": 1.0}) as server:
+        assert server.client.post(path, json=body).status_code == 200
+        samples = server.service._samples
+        samples._thread.submit(int).result()
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("fields", [{"videos": [[PICTURE]]}, {"embed": True}, {"store": False}])
+def test_no_request_that_a_small_model_could_not_answer(tmp_path, fields):
+    samples = sampling(tmp_path)
+    offer(samples, **fields)
+    for model in (replace(PERSON, prompted=True), CAPTION, replace(SCENE, name="other")):
+        samples.offer(model, Request("r", images=[PICTURE]), Output("r", head=HEAD))
+    samples.offer(PERSON, Request("r", images=[PICTURE] * 2), Output("r", head=HEAD))
+    samples.offer(PERSON, Request("r", images=[PICTURE]), Output("r", text="words"))
+    samples._thread.submit(int).result()
+    assert kept(tmp_path) == []
+
+
+def test_a_server_without_the_setting_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with serving() as server:
+        body = {"images": [GOOD]}
+        assert server.client.post("/v1/vision/person", json=body).status_code == 200
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_full_folder_or_disk_ends_the_sample_and_no_request(tmp_path, monkeypatch, caplog):
+    samples = sampling(tmp_path, sample_bytes=2000)
+    for _ in range(40):
+        offer(samples)
+    few = kept(tmp_path)
+    assert 0 < len(few) < 40 and sum(file.stat().st_size for file in few) <= 2000
+    assert caplog.text.count("keeps nothing more, as it is full: make room") == 1
+    samples = sampling(tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    offer(samples)
+    offer(samples)
+    assert kept(tmp_path) == few
+    assert caplog.text.count("as No space left on device: make room, and start again") == 1
+
+
+def test_pictures_are_passed_over_while_others_wait(tmp_path):
+    samples = sampling(tmp_path)
+    gate = multiprocessing.Event()
+    samples._thread.submit(gate.wait)
+    for _ in range(9):
+        samples.offer(PERSON, Request("r", images=[PICTURE]), Output("r", head=HEAD))
+    gate.set()
+    samples._thread.submit(int).result()
+    assert len(kept(tmp_path)) == 4
+
+
+def _writer(folder, most):
+    samples = sampling(folder, sample_bytes=most)
+    for _ in range(30):
+        offer(samples)
+
+
+def test_processes_share_the_limit_and_no_file_is_half_there(tmp_path):
+    processes = multiprocessing.get_context("fork")
+    several = [processes.Process(target=_writer, args=(tmp_path, 15_000)) for _ in range(3)]
+    for one in several:
+        one.start()
+    for one in several:
+        one.join(60)
+        assert one.exitcode == 0
+    sizes = [file.stat().st_size for file in kept(tmp_path)]
+    assert 15_000 - max(sizes) < sum(sizes) <= 15_000
+    assert all(NOTE in Image.open(file).info for file in kept(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["../../up", "..", ".", "a/b", "/etc", "\n", "ö\u2028", "", "x" * 300]
+)
+def test_names_of_domains_lead_nowhere_else(tmp_path, name):
+    folder = tmp_path / "kept" / "here"
+    offer(sampling(folder, {name: 1.0}), name)
+    assert len([*folder.rglob("*.png")]) == (len(name) < 99)
+    assert all(file.is_relative_to(folder) for file in tmp_path.rglob("*.png"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"sample_folder": "FILE", "sample_shares": ALL}, "FILE cannot be written .*: name"),
+        ({"sample_folder": "/proc/no", "sample_shares": ALL}, "sample_folder /proc/no cannot be"),
+        ({"sample_folder": "x"}, "go together"), ({"sample_shares": ALL}, "go together"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_found_at_the_start(tmp_path, monkeypatch, settings, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FILE").touch()
+    with pytest.raises((SettingsError, ValueError), match=said):
+        Samples(ServerSettings(**settings))
+
+
+def test_answers_of_older_bundles_and_other_pictures(tmp_path):
+    samples = sampling(tmp_path / "kept")
+    out = tmp_path / "out"
+    out.mkdir()
+    for bundle in ("d@1", "d@2", "d@2"):
+        model, request = replace(PERSON, bundle=bundle), Request("r", images=[PICTURE])
+        samples.offer(model, request, Output("r", head=HEAD))
+        samples._thread.submit(int).result()
+    [model] = take_sample(tmp_path / "kept", out)
+    assert model.bundle == "d@2" and len(read_predictions(out / "predictions.jsonl")) == 2
+    for content in (b"", encoded(PICTURE), encoded(PICTURE)[:50]):
+        (tmp_path / "kept" / "a.png").write_bytes(content)
+        with pytest.raises(SettingsError, match=r"a\.png holds no answer of a server: .*--bundle"):
+            take_sample(tmp_path / "kept", out)
+    with pytest.raises(SettingsError, match="out holds no sample of a server: name a bundle"):
+        take_sample(out, out)
+    assert len(read_predictions(out / "predictions.jsonl")) == 2
+    json.loads((out / "predictions.jsonl").read_text().splitlines()[0])

@@ -65,7 +65,7 @@ class _OptionSettings(BaseSettings):
 
 PATHS = frozenset({
     "adapter_cache", "adapter_folder", "cost_folder", "decision_trace", "keys_file", "media_folder",
-    "state_file", "tiling_folder", "tls_cert", "tls_key", "unix_socket",
+    "sample_folder", "state_file", "tiling_folder", "tls_cert", "tls_key", "unix_socket",
 })  # fmt: skip
 """Settings that are paths: ``~`` stands for the home folder, which no shell has put there in a
 file, a variable or ``--option=~/path``."""

@@ -17,7 +17,7 @@ from valora_data.cpu import ahead
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError, load_image
 from valora_data.schema import Answer, Sample, Task
-from valora_data.sources.formats.files import images_below
+from valora_data.sources.formats.files import images_below, readable
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS, load_teacher
 
@@ -41,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments)
     try:
         _label(options)
+    except KeyboardInterrupt:
+        return 130
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -79,7 +81,8 @@ def _label(options: argparse.Namespace) -> None:
 def _read(paths: list[Path], root: Path) -> Iterator[Sample]:
     for path, image in ahead(paths, load_image):
         try:
-            yield Sample(path.relative_to(root).as_posix(), image.result(), Answer())
+            name = readable(path.relative_to(root).as_posix())
+            yield Sample(name, image.result(), Answer())
         except FaultError as error:
             print(f"left out: {error.text}", file=sys.stderr)
 

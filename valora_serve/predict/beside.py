@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -78,8 +79,12 @@ def found_in(answer: Mapping[str, Any]) -> list[Box]:
     found: Iterable[Mapping[str, Any]] = answer.get("detections", [{"box": (0, 0, 1, 1), **answer}])
     boxes = []
     for one in found:
-        x0, y0, x1, y1 = map(float, one["box"])
-        boxes.append(Box(x0, y0, x1, y1, str(one["label"]), float(one["confidence"])))
+        x0, y0, x1, y1, score = numbers = [
+            float(value) for value in (*one["box"], one["confidence"])
+        ]
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError("a box is not finite")
+        boxes.append(Box(x0, y0, x1, y1, str(one["label"]), score))
     return [box for box in boxes if box.area > 0]
 
 
@@ -110,7 +115,9 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
         command = [sys.executable, "-m", "valora_serve.commands", "label", model, str(folder)]
         command += ["--labels", ",".join(domain.labels), "--task", str(domain.task)]
         command += ["--domain", domain.name, "--out", str(file)]
-        if subprocess.run(command, check=False).returncode:
+        if (status := subprocess.run(command, check=False).returncode) in (130, -signal.SIGINT):
+            raise KeyboardInterrupt
+        if status:
             raise SettingsError(
                 f"{model} did not answer, see above: run valora label yourself (its --help names "
                 "the options), and give the file that it writes to --beside"
@@ -120,7 +127,7 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
         try:
             if row is None or (row.get("error") is None and row["domain"] == domain.name):
                 found[row["file"]] = found_in(row["answer"])  # type: ignore[index]
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SettingsError(
                 f"line {number} of {file} is no prediction: write it with valora label"
             ) from error

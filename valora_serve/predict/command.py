@@ -55,6 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        file = error.filename or options.out
+        print(f"error: {file} cannot be used ({error.strerror}): make room, or name another folder",
+              file=sys.stderr)  # fmt: skip
+        return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted: run the same command again to continue", file=sys.stderr)
         return _INTERRUPTED
@@ -147,6 +152,11 @@ async def _run(options: argparse.Namespace) -> int:
         console.print(f"{name}: {WRITERS[name](results)}", highlight=False, soft_wrap=True)
     if small is not None:
         made = beside.compare(results.predictions(), small)
+        if not made.images:
+            raise SettingsError(
+                f"{options.beside} answers no picture of {options.folder}: run valora label on "
+                "that folder, whose paths the names of the files are"
+            )
         page = beside.write(made, asked[0], results.source, options.out)
         text = f"beside {options.beside}: agreement {made.agreement:.3f} on "
         console.print(f"{text}{plural(made.images, 'image')}: {page}", highlight=False)
@@ -195,7 +205,7 @@ def _chosen(
 ) -> list[ServedModel]:
     from valora_serve.predict.run import needs_words
 
-    named = _split(options.domain)
+    named = list(dict.fromkeys(_split(options.domain)))
     known = {model.name: model for model in models}
     for name in named:
         if name not in known:
@@ -243,13 +253,14 @@ async def _answer(
         TimeRemainingColumn(), console=console,
     )  # fmt: skip
     try:
-        with bars as progress, (options.out / PREDICTIONS).open("ab", buffering=0) as file:
+        with bars as progress, (options.out / PREDICTIONS).open("ab") as file:
             bar = progress.add_task("answers", total=sum(len(job.domains) for job in jobs))
 
             def note(made: Prediction) -> None:
                 nonlocal failed
                 line = json.dumps(asdict(made), ensure_ascii=False)
-                file.write(line.encode() + b"\n")  # at once: a kill loses nothing
+                file.write(line.encode() + b"\n")
+                file.flush()  # at once: a kill loses nothing
                 progress.advance(bar)
                 if made.error is not None:
                     failed += 1

@@ -120,8 +120,8 @@ def check_run(out: Path, facts: dict[str, Any]) -> None:
         written(file, json.dumps(facts, indent=1) + "\n")
         return
     try:
-        before = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        before = {**json.loads(file.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError) as error:
         raise SettingsError(
             f"{out} holds predictions without a sound {RUN}: name another folder with --out"
         ) from error

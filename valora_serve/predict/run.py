@@ -13,10 +13,11 @@ from PIL.Image import Image
 from valora_data.cpu import ahead
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError, load_image
-from valora_data.sources.formats.files import IMAGES, files_below
+from valora_data.sources.formats.files import IMAGES, files_below, readable
 from valora_data.sources.formats.videos import SUFFIXES, read_frames
 from valora_serve.errors import SettingsError
 from valora_serve.predict.records import Prediction
+from valora_serve.server.gather import gathered
 from valora_serve.types import EngineClient, Finish, Request, SamplingParams, ServedModel
 
 STILLS = IMAGES - SUFFIXES
@@ -67,7 +68,7 @@ def find_jobs(
         raise SettingsError(f"{source} holds no {what}: check the path")
     jobs, answered = [], 0
     for path in files:
-        name, facts = path.relative_to(root).as_posix(), path.stat()
+        name, facts = readable(path.relative_to(root).as_posix()), path.stat()
         version, video = (facts.st_size, facts.st_mtime_ns), path.suffix.lower() not in STILLS
         able = asked["videos" if video else "images"]
         left = tuple(model for model in able if done.get((name, model.name)) != version)
@@ -96,9 +97,7 @@ async def answer_all(
             for made in await _answers(engine, *item, question):
                 note(made)
 
-    async with asyncio.TaskGroup() as group:
-        for _ in range(max(1, min(at_once, len(jobs)))):
-            group.create_task(work())
+    await gathered(*(work() for _ in range(min(at_once, len(jobs)))), at_once=at_once)
 
 
 def _decoded(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Image] | str]]:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,21 +106,16 @@ class Service:
         if (found := self._models.get(wanted)) is not None and self.sees(wanted):
             return found
         others = dict.fromkeys(one.name for key, one in self._models.items() if self.sees(key))
-        listed = ", ".join(list(others)[:NAMED]) or "those that this key may ask, which are none"
-        if len(others) > NAMED:
-            listed += f" and {len(others) - NAMED} more (see /v1/models)"
+        known = listed(others) or "those that this key may ask, which are none"
         if name is None:
-            raise UnknownModelError(f"This key may not ask the base model: name one of {listed}")
+            raise UnknownModelError(f"This key may not ask the base model: name one of {known}")
         shown = name[:100].encode("utf-8", "replace").decode()
-        raise UnknownModelError(f"There is no model {shown!r}: name one of {listed}")
+        raise UnknownModelError(f"There is no model {shown!r}: name one of {known}")
 
-    def domain(self, name: str) -> ServedModel:
-        """The domain of a name, or the adapter that has a head; refused if there is none."""
-        domains = {m.name: m for m in self.models() if m.kind == "domain" or m.head is not None}
-        if name not in domains:
-            listed = ", ".join(sorted(domains)) or "none: load a bundle"
-            raise UnknownModelError(f"There is no domain {name[:100]!a}: the domains are {listed}")
-        return domains[name]
+    def domains(self) -> dict[str, ServedModel]:
+        """Domains, and adapters that have a head, by name, as far as the caller may see them."""
+        models = sorted(self.models(), key=lambda model: model.name)
+        return {m.name: m for m in models if m.kind == "domain" or m.head is not None}
 
     def deadline(self, name: str, wanted: float | None) -> float | None:
         """Deadline of a request in seconds, None for none."""
@@ -273,6 +269,20 @@ def without_folder(model: ServedModel) -> ServedModel:
 def last_part(name: str) -> str:
     """The name of a folder if this is an absolute path; otherwise the name itself."""
     return Path(name).name if Path(name).is_absolute() else name
+
+
+def listed(names: Collection[str]) -> str:
+    """The first of these names, and how many more there are."""
+    more = f" and {len(names) - NAMED} more (see /v1/models)" if len(names) > NAMED else ""
+    return ", ".join(islice(names, NAMED)) + more
+
+
+def domain_of(domains: Mapping[str, ServedModel], name: str) -> ServedModel:
+    """One of the domains; refused if there is none of this name."""
+    if name not in domains:
+        known = listed(domains) or "none: load a bundle"
+        raise UnknownModelError(f"There is no domain {name[:100]!a}: the domains are {known}")
+    return domains[name]
 
 
 class Ticket:

@@ -27,7 +27,7 @@ from valora_serve.server.api.requests import (
     url_of,
 )
 from valora_serve.server.api.tools import AnswerReader, Tools, tools_of
-from valora_serve.server.api.vision import looked, of_bundle
+from valora_serve.server.api.vision import bundles_of, looked
 from valora_serve.server.context import ServerContext
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.types import Output
@@ -44,7 +44,8 @@ def router(context: ServerContext) -> APIRouter:
         summary="Answer a conversation with text, or with a domain's head",
     )
     async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:
-        if body.model and not context.service.serves(body.model) and of_bundle(context, body.model):
+        named = None if context.service.serves(str(body.model)) else bundles_of(context)
+        if named and body.model in named:
             return await _bundle_answer(context, request, body)
         chat = await begin(context, request, body)
         return await common.respond(request, chat, stream=body.stream)
@@ -57,8 +58,12 @@ async def _bundle_answer(
 ) -> Response:
     """Answer with JSON: what each domain of a bundle finds in the user's images or video."""
     since, many = time.monotonic(), (body.n or 1) > 1
-    refused = {"tools": body.tools, "response_format": body.response_format, "n": many,
-               "logprobs": body.logprobs, "stream": body.stream}  # fmt: skip
+    tools_of(body)  # refuses what no chat may have
+    sampling(body, context, max_tokens=None, logprobs=None)
+    refused = {"tools": body.tools, "response_format": grammar_of(body, context), "n": many,
+               "logprobs": body.logprobs, "top_logprobs": body.top_logprobs,
+               "stream": body.stream, "valora.adapters": body.valora.adapters,
+               "valora.head": not body.valora.head}  # fmt: skip
     if given := ", ".join(name for name, value in refused.items() if value):
         raise RequestError(
             f"{body.model} is a bundle, whose domains answer at once: leave out {given}, or ask "
@@ -73,7 +78,8 @@ async def _bundle_answer(
         kind: [url for part in parts if isinstance(part, kind) for url in _urls(part)]
         for kind in (schema.ImagePart, schema.VideoPart, schema.FramesPart)
     }
-    if len(urls[schema.VideoPart]) > 1 or any(isinstance(part, schema.OtherPart) for part in parts):
+    videos = [part for part in parts if isinstance(part, schema.VideoPart | schema.FramesPart)]
+    if len(videos) > 1 or any(isinstance(part, schema.OtherPart) for part in parts):
         raise RequestError(f"{body.model} is a bundle: send images, or one video, and text")
     fields = schema.LookRequest.model_construct(  # what is in it is checked
         domains=[str(body.model)], images=urls[schema.ImagePart], frames=urls[schema.FramesPart],

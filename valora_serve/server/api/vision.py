@@ -27,6 +27,7 @@ from valora_serve.server.api.requests import Arrival, answer_tokens, check_text
 from valora_serve.server.errors import error_body, invalid
 from valora_serve.server.gather import gathered, until_disconnect
 from valora_serve.server.media.urls import MediaUrl
+from valora_serve.server.service import domain_of
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.types import SamplingParams
 
@@ -77,7 +78,7 @@ def router(context: ServerContext) -> APIRouter:
     async def vision(
         request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
-        since, model = time.monotonic(), context.service.domain(domain)
+        since, model = time.monotonic(), domain_of(context.service.domains(), domain)
         fields = await _fields(request, context, schema.VisionRequest)
         answers = await _asked(context, request, fields, [model], {}, since)
         return answer(answers[model.name])
@@ -114,9 +115,11 @@ async def looked(
     names = _every(context, fields) if fields.domains == "*" else fields.domains
     models: list[ServedModel] = []
     errors: dict[str, ServeError] = {}
+    # Once, as there may be thousands, and a thousand are named.
+    domains, bundles = context.service.domains(), bundles_of(context)
     for name in names:
         try:
-            models += of_bundle(context, name) or [context.service.domain(name)]
+            models += bundles.get(name) or [domain_of(domains, name)]
         except ServeError as error:
             errors[name] = error
     answers = await _asked(context, http, fields, models, errors, since, own_prompts=own_prompts)
@@ -197,12 +200,14 @@ def _every(context: ServerContext, fields: schema.LookRequest) -> list[str]:
     ]
 
 
-def of_bundle(context: ServerContext, name: str) -> list[ServedModel]:
-    """The domains of the bundle of a name; none if it names no bundle, or a domain."""
-    models = [model for model in context.service.models() if model.kind == "domain"]
-    if any(model.name == name for model in models):
-        return []
-    return [m for m in models if m.bundle and name in (m.bundle, m.bundle.partition("@")[0])]
+def bundles_of(context: ServerContext) -> dict[str, list[ServedModel]]:
+    """The domains of bundles by their names, with and without version; domains' names go first."""
+    domains = [model for model in context.service.models() if model.kind == "domain"]
+    found: dict[str, list[ServedModel]] = {}
+    for model in domains:
+        for name in {model.bundle, (model.bundle or "").partition("@")[0]} - {None, ""}:
+            found.setdefault(str(name), []).append(model)
+    return {name: found[name] for name in found.keys() - {model.name for model in domains}}
 
 
 async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:

@@ -92,6 +92,7 @@ def begin() -> None:
     with contextlib.suppress(ImportError):  # said when there is a video
         import av  # noqa: F401
 
+    Image.init()  # all formats, whose import would count for the time limit of an odd file
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)  # ends the process, also inside a codec
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

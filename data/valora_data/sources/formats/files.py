@@ -41,7 +41,7 @@ def is_data(name: str) -> bool:
 
 def readable(name: str) -> str:
     """A file name that can be printed, also where it is no UTF-8."""
-    return name.encode("utf-8", "replace").decode()
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def exists(path: Path) -> bool:

@@ -67,7 +67,12 @@ ANSWER = '{"file": "a\u2028", "domain": "person", "answer": {"detections": []}}'
     ("lines", "domain", "said"),
     [
         (None, PERSON, "cannot read"), ([ANSWER, "{"], PERSON, "line 2 of .* is no prediction"),
-        ([ANSWER.replace("[]", '[{"box": [1]}]')], PERSON, "line 1 of .* is no prediction"),
+        *(([ANSWER.replace("[]", found)], PERSON, "line 1 of .* is no prediction") for found in (
+            '[{"box": [1]}]', "null", "3", '[{"label": "x", "confidence": 1, "box": "abcd"}]',
+            '[{"label": "x", "confidence": 1, "box": [0, 0, Infinity, 1]}]',
+            '[{"label": "x", "confidence": NaN, "box": [0, 0, 1, 1]}]')),
+        *(([ANSWER.replace('{"detections": []}', found)], PERSON, "line 1 of .* is no prediction")
+          for found in ("null", "[]", "{}", '"a"')),
         ([ANSWER.replace("person", "car")], PERSON, "has no answers of person"),
         ([ANSWER], CAPTION, "answers in words"), ([ANSWER], PERSON, None),
     ],

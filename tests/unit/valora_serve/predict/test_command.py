@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -165,6 +166,60 @@ def test_the_sample_of_a_server_beside_a_small_model(engines, tmp_path, capsys, 
     assert command.main([*asked[:2], str(tmp_path / "other"), *asked[3:]]) == 1
     assert "0.png holds no answer of a server" in capsys.readouterr().err
     assert predict(tmp_path, "--out", str(tmp_path / "other")) == 0  # nothing was begun there
+
+
+def test_names_that_are_no_text_and_domains_that_are_named_twice(engines, tmp_path):
+    (tmp_path / "in" / "0.png").rename(tmp_path / "in" / "\udcff.png")
+    (tmp_path / "in" / "1.png").rename(tmp_path / "in" / "a\n\u2028.png")
+    assert predict(tmp_path, "--format", "coco,labelstudio", "--domain", "person,person") == 0
+    files = {row["file"] for row in rows(tmp_path)}
+    assert files == {"\\udcff.png", "a\n\u2028.png", "2.png", "3.png", "4.png"}
+    assert predict(tmp_path, "--domain", "person") == 0 and not engines[1].asked
+
+
+@pytest.mark.parametrize(
+    ("make", "more", "said"),
+    [
+        (lambda out: out.touch(), (), "out cannot be used (File exists): make room, or name"),
+        (lambda out: (out / "run.json").mkdir(parents=True), (), "cannot be used (Is a dir"),
+        (lambda out: (out / "predictions.jsonl").mkdir(parents=True), (), "cannot be used (Is a"),
+        (lambda out: (out.mkdir(), (out / "predictions.jsonl").symlink_to("/dev/full")), (),
+         "out cannot be used (No space left on device): make room"),
+        (lambda out: (out.mkdir(), (out / "yolo").touch()), ("--format", "yolo"), "cannot be used"),
+        (lambda out: (out / "beside.html").mkdir(parents=True),
+         ("--domain", "person", "--beside", "2.png.jsonl"), "beside.html cannot be used"),
+        (lambda out: None, ("--domain", "person", "--beside", "other.png.jsonl"),
+         "answers no picture of"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written_or_compared(
+    engines, tmp_path, capsys, monkeypatch, make, more, said
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("2.png", "other.png"):
+        row = {"file": name, "domain": "person", "answer": {"detections": []}}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    make(tmp_path / "out")
+    assert predict(tmp_path, *more) == 1
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error
+    assert all(engine.closed for engine in engines)
+
+
+def test_a_damaged_record_of_the_run_and_a_run_that_never_began(engines, tmp_path, capsys):
+    assert predict(tmp_path, "--domain", "cow", "--prompt", "x") == 1
+    assert predict(tmp_path, "--domain", "car") == 0  # other options, as nothing was answered yet
+    (tmp_path / "out" / "run.json").write_text("[]")
+    assert predict(tmp_path) == 1
+    assert "without a sound run.json: name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [130, -2])
+def test_an_interrupted_small_model_is_no_error(engines, tmp_path, capsys, monkeypatch, status):
+    done = SimpleNamespace(returncode=status)
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: done)
+    assert predict(tmp_path, "--domain", "person", "--beside", "best.pt") == 130
+    assert "interrupted: run the same command again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """``/v1/vision/{domain}``, over the fake engine."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import PERSON, FakeEngine
 from tests.support.http_helpers import data_url, encoded, picture, refused, serving
 from tests.support.videos import video_file
 from valora_serve.errors import DeadlineError, UnknownModelError
@@ -178,12 +179,47 @@ def test_a_chat_with_a_bundle_is_answered_by_all_of_its_domains(server):
     assert all(one.messages is None for one in server.engine.asked[-len(said) :])  # their prompts
     tokens = [one["usage"]["total_tokens"] for one in alone.values()]
     assert found["usage"]["total_tokens"] == sum(tokens)
-    for given in ({"stream": True}, {"n": 2}, {"logprobs": True}):
-        refused(chat(server, "d", shown, **given), 400, f"leave out {next(iter(given))}")
+    assert chat(server, "d", shown, response_format={"type": "text"}).status_code == 200
     clip = {"type": "video_url", "video_url": {"url": url}}
-    for parts in ([text], [shown, clip], [clip, clip], [shown] * 4, [{"type": "file"}, shown]):
+    frames = {"type": "frames", "frames": [url]}
+    for parts in ([text], [shown, clip], [clip, clip], [shown] * 4, [{"type": "file"}, shown],
+                  [frames, clip], [frames, shown]):  # fmt: skip
         assert chat(server, "d", *parts).status_code == 400, parts
+    refused(chat(server, "d", frames, frames), 400, "send images, or one video")
     assert chat(server, "e", shown).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stream": True}, "leave out stream,"), ({"n": 2}, "leave out n,"),
+        ({"logprobs": True, "top_logprobs": 2}, "leave out logprobs, top_logprobs,"),
+        ({"top_logprobs": 2}, "leave out top_logprobs,"),
+        ({"response_format": {"type": "json_object"}}, "leave out response_format,"),
+        ({"valora": {"head": False}}, "leave out valora.head,"),
+        ({"valora": {"adapters": [{"name": "adapter-1"}]}}, "leave out valora.adapters,"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "leave out tools,"),
+        ({"stop": ["a"] * 17}, "stop takes up to 16"), ({"stream_options": {}}, "set stream"),
+        ({"modalities": ["audio"]}, "modalities holds 'audio'"), ({"audio": {}}, "audio is not"),
+        ({"function_call": {"name": "f"}}, "send tool_choice"),
+    ],
+)  # fmt: skip
+def test_what_no_bundle_can_do_is_refused_and_not_left_out(server, given, said):
+    shown = {"type": "image_url", "image_url": {"url": GOOD}}
+    refused(chat(server, "d", shown, **given), 400, said)
+
+
+def test_a_thousand_wrong_names_cost_little_where_there_are_many_domains(monkeypatch):
+    engine = FakeEngine()
+    many = [replace(PERSON, name=f"d{number:03}") for number in range(300)]
+    engine._served |= {one.name: one for one in many}
+    with serving(engine) as large:
+        looks, models = [], engine.models
+        monkeypatch.setattr(engine, "models", lambda: looks.append(1) or models())
+        answer = look(large, ["person", *(f"x{number}" for number in range(999))])
+        found = answer.json()["domains"]
+        assert len(found) == 1000 and found["person"]["results"] and len(looks) < 10
+        assert found["x1"]["error"]["message"].endswith(", d018 and 283 more (see /v1/models)")
 
 
 @pytest.mark.parametrize(

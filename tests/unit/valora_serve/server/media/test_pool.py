@@ -41,6 +41,15 @@ def slow():
     return content
 
 
+def formats():
+    """Formats that a process has imported."""
+    return len(Image.ID)
+
+
+def test_no_import_counts_for_the_time_of_an_odd_file(pool):
+    assert pool._schedule(formats, 20.0).result() > 30
+
+
 def job(content, limits=LIMITS, take=lambda *_: None):
     return Job("image", content, limits, take)
 

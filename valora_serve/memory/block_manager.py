@@ -35,7 +35,7 @@ class PagePool:
         self.on_evict: Callable[[int], None] = lambda _: None
         # Called with the number of missing pages when `take` finds too few; may give pages back
         # (idle adapters).
-        self.on_short: Callable[[int], None] = lambda _: None
+        self.on_short: Callable[[int], object] = lambda _: None
         self._free = list(range(first + pages - 1, first - 1, -1))
         self._cached: dict[int, None] = {}  # in order of last use
         self._users = [0] * (first + pages)

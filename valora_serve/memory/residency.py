@@ -80,7 +80,7 @@ class MemoryBudget:
         self._host_bytes = math.inf if host_bytes is None else host_bytes
         self._idle: OrderedDict[Entry[Any], None] = OrderedDict()  # least recently used first
         self._on_host: OrderedDict[Entry[Any], None] = OrderedDict()  # least recently loaded first
-        pool.on_short = self._free_pages
+        pool.on_short = lambda lacking: self.make_room(pool.free + lacking)
 
     def mark_idle(self, entry: Entry[Any]) -> None:
         """Note that an entry is resident and not pinned."""
@@ -94,20 +94,25 @@ class MemoryBudget:
 
     def victims(self, *, urgent: bool) -> list[Entry[Any]]:
         """Return what may be evicted, in this order; what requests want only if it is urgent."""
-        unwanted = [entry for entry in self._idle if entry.key not in entry.residency.wanted]
-        if not urgent:
-            return unwanted
-        return unwanted + [entry for entry in self._idle if entry.key in entry.residency.wanted]
+        idle = (entry for entry in self._idle if urgent or entry.key not in entry.residency.wanted)
+        return sorted(idle, key=lambda entry: entry.key in entry.residency.wanted)
 
-    def _free_pages(self, lacking: int) -> None:
-        """Free this many pages by eviction; none if that does not free enough."""
-        if lacking > self.idle_pages:
-            return
-        for entry in self.victims(urgent=True):
-            if lacking <= 0:
-                return
-            lacking -= len(entry.pages)
+    def make_room(
+        self, pages: int, *, urgent: bool = True, slot_of: Residency[Any] | None = None
+    ) -> bool:
+        """Evict until this many pages, and a slot, are free; nothing if that cannot be reached."""
+        pool, victims = self.pool, self.victims(urgent=urgent)
+        if slot_of is not None and all(entry.residency is not slot_of for entry in victims):
+            return False
+        if pages > pool.free + sum(len(entry.pages) for entry in victims):
+            return False
+        for entry in victims:
+            if entry.residency is slot_of:
+                slot_of = None
+            elif pages <= pool.free:
+                continue
             entry.residency.evict(entry)
+        return True
 
     def hold(self, entry: Entry[Any]) -> None:
         """Note that an entry is in host memory."""
@@ -326,7 +331,8 @@ class Residency(Generic[P]):
 
     def _place(self, entry: Entry[P], urgent: bool) -> bool:
         """Take pages for something in host memory and start copying it; False without room."""
-        if not self._make_room(entry.page_count, urgent):
+        full = self if self._free_slots == [] else None
+        if not self.budget.make_room(entry.page_count, urgent=urgent, slot_of=full):
             return False
         pages = self.budget.pool.take(entry.page_count, self.owner)
         assert pages is not None
@@ -350,15 +356,3 @@ class Residency(Generic[P]):
             self.remove(entry.key)
         else:
             self.budget.trim()
-
-    def _make_room(self, pages: int, urgent: bool) -> bool:
-        """Evict until this many pages and a slot are free, if that can be reached."""
-        pool, victims = self.budget.pool, self.budget.victims(urgent=urgent)
-        if self._free_slots == [] and all(entry.residency is not self for entry in victims):
-            return False
-        if pages > pool.free + sum(len(entry.pages) for entry in victims):
-            return False
-        for entry in victims:
-            if pages > pool.free or (self._free_slots == [] and entry.residency is self):
-                entry.residency.evict(entry)
-        return True

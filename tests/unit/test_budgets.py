@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_258,
     "teachers/valora_teachers": 1_600,
     "kernels/valora_kernels": 4_009,
-    "valora_serve": 28_553,
+    "valora_serve": 28_547,
     "tests/*/valora_train": 6_962,
     "tests/*/valora_data": 3_502,
     "tests/*/valora_teachers": 1_119,

@@ -44,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except ValoraError as error:
-        print(f"error: {error}", file=sys.stderr)
+        said = str(error).replace("teacher.options.names", "--names CLASS=LABEL")
+        print(f"error: {said}", file=sys.stderr)
         return 1
     except OSError as error:
         print(f"error: {options.out} cannot be written ({error.strerror})", file=sys.stderr)
@@ -61,6 +62,10 @@ def _label(options: argparse.Namespace) -> None:
         [part.strip() for part in text.split(",") if part.strip()]
         for text in (options.labels, options.names)
     )
+    if not labels:
+        raise TeacherError(f"--labels {options.labels} names none: name those of the domain")
+    if not 0 <= options.min_score <= 1:
+        raise TeacherError(f"--min-score is {options.min_score}: name one from 0 to 1")
     for pair in pairs:
         if "=" not in pair:
             raise TeacherError(f"--names {pair} maps nothing: write CLASS=LABEL")
@@ -75,6 +80,8 @@ def _label(options: argparse.Namespace) -> None:
                     "width": width, "height": height,
                     "answer": _fields(answer, options.min_score)}  # fmt: skip
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    if not lines:
+        raise TeacherError(f"{folder} holds no image that can be read: check the path")
     out.write_text("".join(lines), encoding="utf-8")
 
 

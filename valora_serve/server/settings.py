@@ -110,7 +110,8 @@ class ServerSettings:
         sample_folder: Folder for a sample of requests, which `valora predict` compares with a small
             model: PNG files that hold the domain's answer; none by default. Requests with
             `store: false` are left out.
-        sample_shares: Share of the pictures that are kept by domain, e.g. person=0.01.
+        sample_shares: Share of the pictures that are kept by domain, e.g. person=0.01; those that
+            come while four wait to be written are passed over.
         sample_bytes: Most bytes of that folder; once it is full, nothing more is kept.
     """
 

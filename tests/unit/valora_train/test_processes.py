@@ -105,7 +105,10 @@ def test_a_folder_and_what_is_wrong(tmp_path, monkeypatch, capsys):
     same = [Prediction(**row) for row in rows]
     assert compare(same, {row["file"]: found_in(row["answer"]) for row in rows}).agreement == 1
     for given, said in (
-        (asked, "best.pt has no class 'car', only auto"),
+        (asked, "best.pt has no class 'car', only auto: map one of its classes to it in --names"),
+        (["best.pt", "in/broken.png", *asked[2:], "--names", "auto=car"], "holds no image that"),
+        ([*asked, "--labels", ","], "--labels , names none"),
+        ([*asked, "--min-score", "nan"], "--min-score is nan: name one from 0 to 1"),
         (["best.pt", "empty", *asked[2:], "--names", "auto=car"], "folder empty does not exist"),
         ([*asked, "--names", "auto"], "--names auto maps nothing: write CLASS=LABEL"),
         ([*asked, "--names", "auto=car", "--out", "none/x"], "none/x cannot be written (No such"),

@@ -284,6 +284,11 @@ class ServedModel:
     encodes: int | None = None  # tokens of the memories that an encoder makes of documents
     loaded_at: float = 0.0  # Unix time
 
+    @property
+    def takes_words(self) -> bool:
+        """Whether its prompt lacks words that only a request has, such as a question."""
+        return self.prompted or not self.prompt or "{}" in self.prompt
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

@@ -203,8 +203,6 @@ async def _load(
 def _chosen(
     models: Sequence[ServedModel], options: argparse.Namespace, console: Console
 ) -> list[ServedModel]:
-    from valora_serve.predict.run import needs_words
-
     named = list(dict.fromkeys(_split(options.domain)))
     known = {model.name: model for model in models}
     for name in named:
@@ -212,7 +210,7 @@ def _chosen(
             raise SettingsError(f"there is no domain {name!r}: choose from {', '.join(known)}")
     asked = [known[name] for name in named] or list(models)
     if options.prompt is None:
-        silent = [model.name for model in asked if needs_words(model)]
+        silent = [model.name for model in asked if model.takes_words]
         if named and silent:
             raise SettingsError(f"{silent[0]} answers questions: give one with --prompt")
         asked = [model for model in asked if model.name not in silent]

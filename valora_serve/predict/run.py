@@ -151,15 +151,10 @@ def make_request(
     tokens = question.max_tokens or model.max_tokens
     return Request.about(
         content,
-        words if needs_words(model) else None,
+        words if model.takes_words else None,
         video=model.media == "video",
         id=name,
         model=model.name,
         min_score=question.min_score,
         sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
     )
-
-
-def needs_words(model: ServedModel) -> bool:
-    """Whether a domain's prompt lacks words that only a request has, such as a question."""
-    return model.prompted or not model.prompt or "{}" in model.prompt

@@ -51,7 +51,9 @@ class Samples:
         """Keep a picture with its answer, if its turn comes, and a small model could answer it."""
         if random.random() >= self._shares.get(model.name, 0) or not request.store:
             return
-        alike = output.head is not None and model.labels and not (model.prompted or request.embed)
+        alike = (
+            output.head is not None and model.labels and not (model.takes_words or request.embed)
+        )
         one = len(request.images) == 1 and not request.videos and request.min_score is None
         if output.head is not None and alike and one and self._room.acquire(blocking=False):
             domain = {name: getattr(model, name) for name in _FACTS}

@@ -51,7 +51,7 @@ def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[s
             hint = f" (its prompt is {shown(prompt)})" if prompt else ""
             raise RequestError(f"{model.name} answers questions{hint}: send the question as text")
         return prompt, []
-    if _takes_words(model):
+    if model.takes_words:
         return _filled(prompt, words), []
     if words == prompt.strip():
         return prompt, []
@@ -127,7 +127,7 @@ def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
             f"{model.name} answers with its {model.head} head, which reads {what}: "
             "send one in a user message, or set valora.head to false to generate"
         )
-    spoken = _newest(messages, _text) if _takes_words(model) else None
+    spoken = _newest(messages, _text) if model.takes_words else None
     words = _text(messages[newest])
     question, _ = question_of(model, None if spoken is None else _text(messages[spoken]), head=True)
     dropped: list[str] = []
@@ -157,7 +157,7 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message], told: b
             turns[newest] = _asking(turns[newest], question)
     elif spoken is not None:
         words = _text(turns[spoken])
-        if _takes_words(model):
+        if model.takes_words:
             turns[spoken] = _asking(turns[spoken], _filled(model.prompt or "", words))
         elif words != (model.prompt or "").strip():
             unmeasured.append("another text")
@@ -177,10 +177,6 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message], told: b
 def _newest(messages: Sequence[Message], read: Callable[[Message], object]) -> int | None:
     users = (n for n, one in enumerate(messages) if one.role == "user" and read(one))
     return max(users, default=None)
-
-
-def _takes_words(model: ServedModel) -> bool:
-    return model.prompted or not model.prompt or PLACE in model.prompt
 
 
 def _filled(prompt: str, words: str) -> str:

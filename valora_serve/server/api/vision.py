@@ -164,7 +164,7 @@ async def _asked(
     with contextlib.ExitStack() as stack:
         for name, arrival in arrivals.items():
             try:
-                own = own_prompts and not arrival.model.prompted
+                own = own_prompts and not arrival.model.takes_words
                 prompt = None if own else fields.prompt
                 requests, said = _requests(arrival, fields, prompt, images, video)
                 asked[name] = stack.enter_context(arrival.admitted(requests)), requests, said
@@ -196,7 +196,7 @@ def _every(context: ServerContext, fields: schema.LookRequest) -> list[str]:
         if model.kind == "domain"
         and model.form is None
         and model.media in (None, "video" if video else "images")
-        and (fields.prompt is not None or not model.prompted)
+        and ((fields.prompt or "").strip() or not model.takes_words)
     ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.fake_engine import PERSON, FakeEngine
+from tests.support.fake_engine import CAPTION, PERSON, FakeEngine
 from tests.support.http_helpers import data_url, encoded, picture, refused, serving
 from tests.support.videos import video_file
 from valora_serve.errors import DeadlineError, UnknownModelError
@@ -159,6 +159,21 @@ def test_a_star_or_a_bundle_stands_for_its_domains(server):
     assert set(form.json()["domains"]) == {"person", "scene", "caption"}
     named = [set(look(server, [name]).json()["domains"]) for name in ("d", "d@1")]
     assert named[0] == named[1]
+
+
+def test_a_star_asks_no_domain_for_words_that_are_not_there():
+    engine = FakeEngine()
+    asking = (replace(CAPTION, name="a", prompt=None), replace(CAPTION, name="b", prompt="is {}?"),
+              replace(CAPTION, name="c", prompted=True))  # fmt: skip
+    engine._served |= {one.name: one for one in asking}
+    with serving(engine) as words:
+        for prompt in (None, "", " \n"):
+            body = {"images": [GOOD], "domains": "*", "prompt": prompt}
+            found = words.client.post("/v1/vision", json=body).json()["domains"]
+            assert set(found) == {"person", "scene", "caption"}
+        body["prompt"] = "red"
+        found = words.client.post("/v1/vision", json=body).json()["domains"]
+        assert set(found) == {"person", "scene", "caption", "a", "b", "c"}
 
 
 def chat(server, model, *parts, **more):

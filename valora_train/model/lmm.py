@@ -172,7 +172,10 @@ class Lmm(BaseModel):
             visual = inputs["input_ids"][0] == token
             parts = self.architecture.split(kind, inputs, int(visual.sum()), self.config)
         except ValueError as error:
-            raise DataError(f"base model {self.base} cannot take {shown}: {error}") from error
+            raise DataError(
+                f"base model {self.base} cannot take {shown} ({error}): cut or pad such images, or "
+                "leave them out"
+            ) from error
         ids = inputs["input_ids"][0]
         if len(ids) > self.context_length:
             raise DataError(

@@ -67,7 +67,7 @@ def _of_data(domain: DomainSettings) -> str:
         return domain.license or DRAWN
     found = set[str]()
     if source.path is not None:
-        with suppress(OSError, ValueError, yaml.YAMLError):  # what cannot be read says nothing
+        with suppress(Exception):  # files of any form: what cannot be read says nothing
             found = set(_of_files(source.path.partition(":")[0], source.path))
     return ", ".join(sorted(found)) or UNKNOWN
 
@@ -89,9 +89,11 @@ def _of_files(name: str, path: str) -> Iterator[str]:
             facts = json.loads(file.read_bytes())
             if isinstance(facts, dict) and isinstance(facts.get("licenses"), list):
                 yield from _of_coco(facts)
-    card = _of_card(str(place.parent if files[:1] == [place] else place), "dataset")
-    if (card := card or _of_card(name, "dataset")) is not None:
+    folder = place.parent if files[:1] == [place] else place
+    if card := _of_card(str(folder), "dataset") or _of_card(name, "dataset"):
         yield card
+    elif folder.resolve() != Path.cwd():  # where the licence is that of another project
+        yield from (f"see {file.name}" for file in sorted(folder.glob("LICEN[CS]E*")))
 
 
 def _of_coco(facts: Mapping[str, Any]) -> Iterator[str]:

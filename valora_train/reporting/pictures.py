@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from PIL.Image import Image
@@ -13,6 +15,9 @@ from valora_data.drawing import add_caption, arrange, draw_boxes, show_photograp
 from valora_data.schema import Answer, Box, Domain, Sample
 from valora_data.tasks import task_spec
 from valora_train.reporting.texts import adapter_texts, by_adapter, share_text
+
+matplotlib.rcParams["text.parse_math"] = False  # names of classes are no formulas,
+warnings.filterwarnings("ignore", "Glyph .* missing from font")  # and in any script
 
 TILE = 256  # pixels, the side of a square photograph
 CAPTION_ROWS, COLUMNS, DPI = 5, 4, 110

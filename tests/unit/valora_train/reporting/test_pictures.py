@@ -1,5 +1,7 @@
 """Pictures of answers: colours say what is right, frames and questions are shown."""
 
+import io
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -48,6 +50,12 @@ def test_detections_are_right_or_wrong_and_the_legend_names_what_is_drawn():
         assert {colour for colour in (GREEN, RED) if shows(sheet, colour)} == colours
     nothing = pictures.contact_sheet([Sample("b", sample.image, Answer())], [[]], 0.5)
     assert nothing.height < sheet.height  # no legend without colours
+
+
+def test_names_of_classes_are_plain_text_in_any_script():
+    names = ["5$ to 10$", "$a_{$", "青い", "a\nb"]
+    counts = np.eye(4, dtype=int).tolist()
+    pictures.confusion_matrix("d", {"names": names, "counts": counts}).savefig(io.BytesIO())
 
 
 def test_a_fusion_is_one_picture_on_one_scale():

@@ -281,6 +281,8 @@ def found(source, base="tiny", **facts):
         ("yolo", {"data.yaml": "{"}, "data.yaml", UNKNOWN),
         ("coco", {"cats.json": json.dumps(COCO)}, "cats.json", "CC BY 4.0"),
         ("coco", {"cats.json": json.dumps(COCO | {"images": []})}, "", "CC BY 4.0, CC BY-NC 2.0"),
+        ("yolo", {"data.yaml": "names: [cat]\n", "LICENSE": "MIT"}, "data.yaml", "see LICENSE"),
+        ("imagefolder", {"a.json": '{"licenses": [1], "images": null}'}, "", UNKNOWN),
         ("imagefolder", {}, "", UNKNOWN),
         ("hub", {}, "../nobody/nothing", UNKNOWN),
     ],

@@ -282,6 +282,8 @@ def _form_items(
     boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
     if not boundary:
         raise RequestError("The form's content type names no boundary: let your client set it")
+    if b"--%b--" % boundary not in body:  # its last part would be left out
+        raise RequestError("The form is not whole, as its end is missing: send it again")
     if body.count(boundary) > most + fields:  # each costs time even where no part begins
         raise RequestError(f"The form has more than {most} files: send fewer")
 

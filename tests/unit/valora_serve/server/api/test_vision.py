@@ -130,6 +130,20 @@ def test_wrong_forms_and_content_types_are_refused(server):
         assert answer.json()["error"]["message"]
 
 
+def test_a_form_that_was_cut_is_never_answered_in_part(server):
+    parts = ['--x\r\ncontent-disposition: form-data; name="domains"\r\n\r\nperson\r\n']
+    parts += ['--x\r\ncontent-disposition: form-data; name="image"; filename="a"\r\n\r\n'] * 2
+    content = b"".join(
+        head.encode() + (encoded(WIDE) + b"\r\n" if "image" in head else b"") for head in parts
+    )
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    whole = content + b"--x--\r\n"
+    assert server.client.post("/v1/vision", content=whole, headers=kind).status_code == 200
+    for end in range(len(content) + 4, 20, -17):
+        answer = server.client.post("/v1/vision", content=whole[:end], headers=kind)
+        refused(answer, 400, "The form is not whole")
+
+
 def look(server, domains, **more):
     body = {"domains": domains, "images": [GOOD], **more}
     return server.client.post("/v1/vision", json=body)

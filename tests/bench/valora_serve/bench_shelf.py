@@ -54,6 +54,7 @@ def main():
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto", help="of the bundle's base model")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one is not None:
@@ -169,8 +170,9 @@ async def fused(options, manifest, way, chosen, images):
     (folder / "bundle.json").write_text(json.dumps(manifest))
     base = manifest["base"]["id"]
     settings = EngineSettings(
-        base=base, device=options.device, image_cache_bytes=0, prefix_cache=False, profile=False
-    )
+        base=base, device=options.device, dtype=options.dtype, image_cache_bytes=0,
+        prefix_cache=False, profile=False,
+    )  # fmt: skip
     engine, number = await start_engine(settings), 0
 
     async def ask(request):

@@ -60,6 +60,7 @@ FIGURES = {
         "valora_serve.workloads.cli --workload retrieval --rates 60 --per-replica "
         f"--replicas 1 2 4 --duration 60 --policies cost {COSTS}"
     ),
+    "sim-slora": Figure(f"{SERVE}.sim_slora"),
     "sim-routers": Figure(
         f"{SERVE}.dlora_migration --replicas 4 --router affinity random least dlora --workload "
         f"slora --adapters 200 --slots 32 --rates 40 60 80 --duration 60 {COSTS}"

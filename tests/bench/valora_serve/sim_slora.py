@@ -1,0 +1,91 @@
+"""S-LoRA's Figures 6, 10, 11 and 12 on the simulator, with the costs of an H200.
+
+`python -m tests.bench.valora_serve.sim_slora` prints a table each. The workload is S-LoRA's
+(§7.2): Gamma gaps, power-law adapters, lengths uniform in [8, 512], first token within 6 s. Rates
+are higher than the paper's, as an H200 answers more than an A10G.
+"""
+
+import argparse
+import statistics
+from pathlib import Path
+
+import numpy as np
+
+from tests.bench.valora_serve.harness import table
+from tests.bench.valora_serve.sections.slo import satisfaction
+from valora_serve.orchestrator.cost_model import CostModel
+from valora_serve.orchestrator.decision import PolicySettings
+from valora_serve.orchestrator.policies.baselines import SLoraPolicy
+from valora_serve.orchestrator.registry import POLICIES
+from valora_serve.workloads import traces
+from valora_serve.workloads.simulator import Machine, SimSettings, report
+
+LIMIT = 6.0
+
+
+class LastComeFirstServed(SLoraPolicy):
+    """The newest request first, however long others wait."""
+
+    def plan(self, view, waiting):
+        return super().plan(view, waiting[::-1])
+
+
+WAYS = {
+    "S-LoRA, first come": (SLoraPolicy, {}),
+    "S-LoRA, last come": (LastComeFirstServed, {"patience": float("inf")}),
+    "S-LoRA, early abort": (SLoraPolicy, {"early_abort": True}),
+    "cost": (POLICIES["cost"], {}),
+    "cost, early abort": (POLICIES["cost"], {"early_abort": True}),
+}
+
+
+def simulated(options, policy, settings, rate, **load):
+    """Requests/s, mean first token in s, attainment and satisfaction."""
+    workload = traces.slora(rate, options.duration, adapters=options.adapters, ranks=(64,), **load)
+    first, end = np.full(len(workload), np.nan), np.full(len(workload), np.nan)
+    costs = CostModel.read(options.costs)
+    made = policy(costs, PolicySettings(slo=LIMIT, **settings))
+    machine = Machine(workload, made, costs, SimSettings(slots=options.slots), first, end, None)
+    for index, arrival in enumerate(machine.arrivals):
+        machine.advance(arrival)
+        machine.submit(index)
+    machine.advance(float("inf"))
+    found = report([machine], workload, np.arange(len(workload)))
+    waits = np.nan_to_num(first - workload.arrival, nan=np.inf)
+    happy = statistics.mean(satisfaction(wait, LIMIT) for wait in waits)
+    return [found.throughput, found.first_token[0], found.attainment, happy]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--costs", type=Path, default=Path("docs/costs/nvidia-h200-7b.json"))
+    parser.add_argument("--duration", type=float, default=120.0)
+    parser.add_argument("--adapters", type=int, default=200)
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--rates", type=float, nargs="+", default=[24, 32, 40, 50])
+    parser.add_argument("--rate", type=float, default=40, help="of Figures 10 to 12")
+    options = parser.parse_args()
+    head = ["requests/s", "mean first token, s", "attainment", "satisfaction"]
+    table("S-LoRA, Figure 6: by rate", ["rate", "policy", *head], [
+        [rate, name, *simulated(options, *way, rate)]
+        for rate in options.rates for name, way in WAYS.items()
+    ])  # fmt: skip
+    table(f"S-LoRA, Figure 10: by variation of the gaps, rate {options.rate:g}",
+          ["cv", "policy", *head], [
+        [cv, name, *simulated(options, *way, options.rate, cv=cv)]
+        for cv in (1, 2, 4) for name, way in WAYS.items()
+    ])  # fmt: skip
+    for number, what, values in ((11, "alpha", (0.1, 0.3, 0.6, 1.0)), (12, "cv", (1, 2, 4))):
+        rows = []
+        for size in (0, 8, 32, 64, 128):
+            rows.append([size])
+            for value in values:
+                way = SLoraPolicy, {"clusters": size}
+                speed, _, kept, _ = simulated(options, *way, options.rate, **{what: value})
+                rows[-1].append(f"{speed:.2f}, {kept:.3f}")
+        title = f"S-LoRA, Figure {number}: requests/s, attainment by size of clusters (0: none)"
+        table(title, ["clusters", *(f"{what} {value:g}" for value in values)], rows)
+
+
+if __name__ == "__main__":
+    main()

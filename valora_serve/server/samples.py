@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 NOTE = "valora"  # text chunk of a PNG file that holds the domain and its answer
 _FACTS = ("name", "task", "labels", "boxes", "prompt", "bundle")
 _WAITING = 4  # most pictures that wait to be written; others are passed over
+_SECONDS = 30.0  # most that a picture waits for another process, which may hang
 
 
 class Samples:
@@ -51,13 +52,11 @@ class Samples:
         """Keep a picture with its answer, if its turn comes, and a small model could answer it."""
         if random.random() >= self._shares.get(model.name, 0) or not request.store:
             return
-        alike = (
-            output.head is not None and model.labels and not (model.takes_words or request.embed)
-        )
+        head, fits = output.head, model.labels and not (model.takes_words or request.embed)
         one = len(request.images) == 1 and not request.videos and request.min_score is None
-        if output.head is not None and alike and one and self._room.acquire(blocking=False):
+        if head is not None and fits and one and self._room.acquire(blocking=False):
             domain = {name: getattr(model, name) for name in _FACTS}
-            note = json.dumps({"domain": domain, "answer": output.head.image_fields(0)})
+            note = json.dumps({"domain": domain, "answer": head.image_fields(0)})
             self._thread.submit(self._keep, model.name, request.images[0], note)
 
     def _keep(self, name: str, image: Image, note: str) -> None:
@@ -66,7 +65,7 @@ class Samples:
         place = self._folder / quote(name, safe="").replace(".", "%2E")
         try:
             image.save(content, "PNG", compress_level=1, pnginfo=info)
-            with FileLock(self._folder / ".lock", mode=0o600):
+            with FileLock(self._folder / ".lock", timeout=_SECONDS, mode=0o600):
                 held = sum(file.stat().st_size for file in self._folder.rglob("*.png"))
                 if full := held + content.tell() > self._most:
                     reason = "it is full"
@@ -77,7 +76,7 @@ class Samples:
                     partial.write_bytes(content.getbuffer())
                     partial.replace(place / f"{time.time_ns()}.png")
         except OSError as error:
-            full, reason = True, str(error.strerror)
+            full, reason = True, str(error.strerror or error)
         finally:
             self._room.release()
         if full:

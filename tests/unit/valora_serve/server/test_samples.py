@@ -5,6 +5,7 @@ import multiprocessing
 from dataclasses import replace
 
 import pytest
+from filelock import FileLock
 from PIL import Image
 
 from tests.support.fake_engine import CAPTION, PERSON, SCENE, FakeEngine
@@ -121,6 +122,14 @@ def test_a_full_folder_or_disk_ends_the_sample_and_no_request(tmp_path, monkeypa
     offer(samples)
     assert kept(tmp_path) == few
     assert caplog.text.count("as No space left on device: make room, and start again") == 1
+
+
+def test_a_process_that_hangs_ends_the_sample_and_no_more(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("valora_serve.server.samples._SECONDS", 0.05)
+    samples = sampling(tmp_path)
+    with FileLock(tmp_path / ".lock"):
+        offer(samples)
+    assert kept(tmp_path) == [] and ".lock" in caplog.text and "start again" in caplog.text
 
 
 def test_pictures_are_passed_over_while_others_wait(tmp_path):

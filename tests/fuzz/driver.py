@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import http.client
 import importlib
+import json
 import multiprocessing
 import os
 import random
@@ -135,6 +136,30 @@ def together(work):
     behind = lambda: os.setpriority(os.PRIO_PROCESS, 0, own)  # noqa: E731 - of this thread
     with ThreadPoolExecutor(len(work), initializer=behind) as pool:
         return [future.result() for future in [pool.submit(one) for one in work]]
+
+
+@contextlib.contextmanager
+def served(*arguments, cwd):
+    """A ``valora-serve`` that must end with status 0 and without a traceback in its log."""
+    from tests.e2e.valora_serve.serving import Process  # imports torch
+
+    process = Process(*arguments, cwd=cwd).ready(300)
+    try:
+        yield process
+    finally:
+        status = process.end(seconds=120)
+    log = process.log.read_text()
+    assert "Traceback" not in log, log[log.index("Traceback") :][:3000]
+    assert status == 0, f"the server ended with status {status}"
+
+
+def error_of(text, most=2000):
+    """The error of an answer in OpenAI's format: one sentence for people, and not endless."""
+    error = json.loads(text)["error"]
+    said = error["message"]
+    wrong = "Traceback" in said or " object at 0x" in said or "\n" in said
+    assert not wrong and 10 < len(said) < most, f"no sentence for people: {said[:500]}"
+    return error
 
 
 def fuzz(part, cases, seed=0, only=(), minutes=0.0, **limits):

@@ -48,7 +48,7 @@ async def replay(engine: EngineClient, folder: Path) -> int:
             "the bundle again"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImageError) as error:
-        reason = error if isinstance(error, ImageError) else repr(error)[:200]
+        reason = error if isinstance(error, ImageError) else " ".join(repr(error).split())[:200]
         raise AdapterError(
             f"the golden examples of {folder.name} are damaged ({reason}): export the bundle again"
         ) from error

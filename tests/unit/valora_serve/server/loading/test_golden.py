@@ -90,5 +90,5 @@ def test_damaged_answers_of_teachers(tmp_path, teacher):
     folder = golden_bundle(tmp_path / "b", [BOX])
     stored = json.loads((folder / GOLDEN).read_text())
     (folder / GOLDEN).write_text(json.dumps([stored[0] | {"teacher": teacher}]))
-    with pytest.raises(AdapterError, match="golden examples of b are damaged"):
+    with pytest.raises(AdapterError, match=r"\Athe golden examples of b are damaged \(.*\Z"):
         replay(folder)

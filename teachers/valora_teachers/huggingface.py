@@ -120,15 +120,23 @@ class HuggingFace(Teacher):
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
         import torch
 
-        with torch.inference_mode():
-            match self._auto:
-                case "ImageClassification" | "VideoClassification":
-                    return self._classify(samples)
-                case "ObjectDetection":
-                    return self._detect(samples)
-                case "ZeroShotObjectDetection":
-                    return self._look_for(samples)
-            return self._score(samples) if self.labels else self._write(samples)
+        try:
+            with torch.inference_mode():
+                match self._auto:
+                    case "ImageClassification" | "VideoClassification":
+                        return self._classify(samples)
+                    case "ObjectDetection":
+                        return self._detect(samples)
+                    case "ZeroShotObjectDetection":
+                        return self._look_for(samples)
+                return self._score(samples) if self.labels else self._write(samples)
+        except ValueError as error:  # of an image processor
+            one = min(samples, key=lambda it: min(it.image.size) / max(it.image.size))
+            size = "{} × {}".format(*one.image.size)
+            raise TeacherError(
+                f"{self._source} cannot take images such as {one.id} of {size} pixels "
+                f"({first_line(error)}): cut or pad them, or leave them out"
+            ) from error
 
     def _put(self, inputs: Any) -> dict[str, Tensor]:
         model = self._model

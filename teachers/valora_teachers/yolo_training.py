@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import ImageOps
 from ultralytics import __version__
 from ultralytics.cfg import get_cfg
 from ultralytics.data.dataset import YOLODataset
@@ -104,7 +103,8 @@ class _Images(YOLODataset):  # type: ignore[misc]
 
     def cache_images(self) -> None:
         for i, sample in enumerate(self.img_path):
-            image = ImageOps.contain(sample.image.convert("RGB"), (self.imgsz, self.imgsz))
+            image, most = sample.image.convert("RGB"), max(sample.image.size)
+            image = image.resize([max(1, round(n / most * self.imgsz)) for n in image.size])
             self.ims[i] = np.ascontiguousarray(np.asarray(image)[..., ::-1])  # as OpenCV has it
             self.im_hw0[i], self.im_hw[i] = sample.image.size[::-1], self.ims[i].shape[:2]
 

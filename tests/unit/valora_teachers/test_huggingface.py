@@ -8,6 +8,7 @@ import torch
 import transformers
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.image_utils import SizeDict
 
 from tests.support.data_sets import write_video
 from tests.support.helpers import save_random_llava
@@ -177,6 +178,14 @@ def test_detection_agrees_with_the_pipeline(rt_detr):
     with pytest.raises(TeacherError, match="rt-detr finds nothing on 3 samples: check that it"):
         check_answers("rt-detr", Task.DETECTION, answers)
     check_answers("x", Task.COUNTING, [Answer(), Answer(count=0)])
+
+
+def test_images_that_a_processor_cannot_take(rt_detr):
+    teacher, narrow = load(rt_detr, Task.DETECTION, ALL), Image.new("RGB", (1, 5000))
+    teacher._processor.size = SizeDict(shortest_edge=64, longest_edge=128)
+    asked = [*samples(2), Sample("n", narrow, Answer())]
+    with pytest.raises(TeacherError, match=r"such as n of 1 × 5000 pixels \(.*: cut or pad them"):
+        teacher.answer(asked)
 
 
 @pytest.fixture(scope="module")

@@ -112,6 +112,13 @@ def test_agrees_with_ultralytics_own_prediction(trained):
         assert torch.allclose(edges, result.boxes.xyxy[order].clamp(0, 64), atol=1e-3)
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 5000), (5000, 1)])
+def test_images_of_any_size_are_trained_on(size, tmp_path):
+    box = Box(0, 0, *size, LABELS[0])
+    narrow = Sample("n", Image.new("RGB", size), Answer((box,)))
+    assert train(tmp_path, [*SCENES[:5], narrow], epochs=1)["images"] == 6
+
+
 def test_training_is_repeatable_and_leaves_the_process_alone(tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")

@@ -173,8 +173,8 @@ class Lmm(BaseModel):
             parts = self.architecture.split(kind, inputs, int(visual.sum()), self.config)
         except ValueError as error:
             raise DataError(
-                f"base model {self.base} cannot take {shown} ({error}): cut or pad such images, or "
-                "leave them out"
+                f"base model {self.base} cannot take {shown}, so cut or pad such images, or leave "
+                f"them out: {error}"
             ) from error
         ids = inputs["input_ids"][0]
         if len(ids) > self.context_length:

@@ -116,7 +116,7 @@ def serve(
     if engine_settings.share_by == "key":
         startup.tell_of_shares(engine_settings.shares, "key", keys.names)
     check_certificate(settings)
-    Samples(settings)
+    Samples(settings)  # a folder that cannot be written is refused before a model is loaded
     if make_resolvers(settings.adapter_sources):
         lock_folder(Path(settings.adapter_cache)).release()
     with contextlib.ExitStack() as held:

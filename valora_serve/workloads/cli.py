@@ -248,6 +248,7 @@ ONE: tuple[Column, ...] = (
     ("p95", lambda r: f"{r['end_to_end'][2]:.2f}"),
     ("p99", lambda r: f"{r['end_to_end'][3]:.2f}"),
     ("SLO", lambda r: f"{r['attainment']:.1%}"),
+    ("satisfied", lambda r: f"{r['satisfaction']:.3f}"),
     ("aborted", lambda r: str(r["aborted"])),
     ("switches", lambda r: str(r["switches"])),
     ("merged/mixture", lambda r: f"{r['modes']['merged']:.0%}/{r['modes']['mixture']:.0%}"),

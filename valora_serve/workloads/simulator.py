@@ -88,6 +88,7 @@ class Report:
     first_token: Spread
     end_to_end: Spread
     attainment: float  # share of requests with the first token within their limit, or `slo`
+    satisfaction: float  # S-LoRA's: mean of 1 − (first token / limit)², 0 from the limit on
     modes: dict[str, float]  # share of the busy time by inference mode
     served: dict[str, int]  # tokens that ended before the last arrival, by adapter
 
@@ -456,8 +457,8 @@ def report(machines: Sequence[Machine], workload: Workload, indices: NDArray[np.
     limit = np.where(np.isnan(limit), settings.slo, limit)
     seconds = max(max(m.last for m in machines) - float(w.arrival[0]), 1e-12)
     busy = sum(sum(m.mode_time.values()) for m in machines) or 1.0
-    with np.errstate(invalid="ignore"):
-        in_time = float(np.mean(first_token - arrival <= limit)) if len(indices) else math.nan
+    late = np.nan_to_num((first_token - arrival) / limit, nan=math.inf)
+    in_time = float(np.mean(late <= 1)) if len(indices) else math.nan
     return Report(
         requests=len(indices),
         finished=int(done.sum()),
@@ -473,6 +474,7 @@ def report(machines: Sequence[Machine], workload: Workload, indices: NDArray[np.
         first_token=_spread((first_token - arrival)[done]),
         end_to_end=_spread(latency),
         attainment=in_time,
+        satisfaction=float(np.mean(np.maximum(0, 1 - late**2))) if len(indices) else math.nan,
         modes={str(mode): sum(m.mode_time[mode] for m in machines) / busy for mode in Mode},
         served={
             name: int((prompt + output)[(w.adapter[indices] == number) & early].sum())

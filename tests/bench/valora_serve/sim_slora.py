@@ -6,19 +6,15 @@ are higher than the paper's, as an H200 answers more than an A10G.
 """
 
 import argparse
-import statistics
 from pathlib import Path
 
-import numpy as np
-
 from tests.bench.valora_serve.harness import table
-from tests.bench.valora_serve.sections.slo import satisfaction
 from valora_serve.orchestrator.cost_model import CostModel
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.policies.baselines import SLoraPolicy
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.workloads import traces
-from valora_serve.workloads.simulator import Machine, SimSettings, report
+from valora_serve.workloads.simulator import SimSettings, simulate
 
 LIMIT = 6.0
 
@@ -42,18 +38,10 @@ WAYS = {
 def simulated(options, policy, settings, rate, **load):
     """Requests/s, mean first token in s, attainment and satisfaction."""
     workload = traces.slora(rate, options.duration, adapters=options.adapters, ranks=(64,), **load)
-    first, end = np.full(len(workload), np.nan), np.full(len(workload), np.nan)
     costs = CostModel.read(options.costs)
     made = policy(costs, PolicySettings(slo=LIMIT, **settings))
-    machine = Machine(workload, made, costs, SimSettings(slots=options.slots), first, end, None)
-    for index, arrival in enumerate(machine.arrivals):
-        machine.advance(arrival)
-        machine.submit(index)
-    machine.advance(float("inf"))
-    found = report([machine], workload, np.arange(len(workload)))
-    waits = np.nan_to_num(first - workload.arrival, nan=np.inf)
-    happy = statistics.mean(satisfaction(wait, LIMIT) for wait in waits)
-    return [found.throughput, found.first_token[0], found.attainment, happy]
+    found = simulate(workload, made, costs, SimSettings(slots=options.slots, slo=LIMIT))
+    return [found.throughput, found.first_token[0], found.attainment, found.satisfaction]
 
 
 def main():

@@ -30,7 +30,8 @@ class ValoraPolicy(BasePolicy):
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
         urgent = self.urgent(view, waiting)
         first = {r.id for r in urgent}
-        waiting = [*urgent, *(r for r in waiting if r.id not in first)]
+        if urgent:
+            waiting = [*urgent, *(r for r in waiting if r.id not in first)]
         plan = self._algorithm(view, waiting, first)
         plan.urgent = urgent
         if any(self.settings.due(r) is not None for r in waiting):

@@ -55,7 +55,10 @@ def run(name, work, cost=PLAIN, settings=None, trace=None, **knobs):
 
 def test_a_schedule_by_hand():
     """A: prefill to 20, shares B's step to 40, decodes to 50. B: decodes from 40 to 60 ms."""
-    report = run("unmerge_only", workload([(0.0, None, 5, 3), (0.015, None, 4, 3)]))
+    work = workload([(0.0, None, 5, 3), (0.015, None, 4, 3)])
+    report = run("unmerge_only", work, settings=SimSettings(slo=0.022))
+    assert report.attainment == 0.5
+    assert report.satisfaction == pytest.approx((1 - (0.02 / 0.022) ** 2) / 2)
     assert report.end_to_end[0] == pytest.approx((0.05 + 0.06 - 0.015) / 2)
     assert report.first_token[0] == pytest.approx((0.02 + 0.04 - 0.015) / 2)
     assert report.token_latency == pytest.approx((0.05 + 0.045) / (5 + 4 + 3 + 3))

@@ -252,9 +252,11 @@ class Wrapper:
         self._wrapper.plan(*given, *self._shape, **self._options)
         self._copied.record()
 
-    def run(self, query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+    def run(self, query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, scale: float) -> None:
         """Attend as planned: [rows, heads, head_dim] → `out`, of the same shape."""
-        self._wrapper.run(query, pages, out=out)
+        # `plan` was told no scale, so that this factor is one of 1 / √head_dim; a query that is
+        # multiplied by it instead is rounded once more, which shows where scores are large.
+        self._wrapper.run(query, pages, q_scale=scale * query.shape[-1] ** 0.5, out=out)
 
 
 class FixedDecode(NamedTuple):
@@ -306,19 +308,19 @@ class FlashInferPlan:
         cache = self._cache
         pair = cache.layers[layer]
         self._tokens.write(key, value, pair)
-        if scale != cache.head_dim**-0.5:  # the wrappers were planned with this one
-            query = query * (scale * cache.head_dim**0.5)
         query = query.contiguous()
         out = torch.empty_like(query)
-        self._attend(query, pair, out)
+        self._attend(query, pair, out, scale)
         return out
 
-    def _attend(self, query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+    def _attend(
+        self, query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, scale: float
+    ) -> None:
         cut = self._decoding
         if cut and self._decode is not None:
-            self._decode.run(query[:cut], pages, out[:cut])
+            self._decode.run(query[:cut], pages, out[:cut], scale)
         if cut < len(query) and self._prompts is not None:
-            self._prompts.run(query[cut:], pages, out[cut:])
+            self._prompts.run(query[cut:], pages, out[cut:], scale)
 
 
 class FlashInferDecodePlan(FlashInferPlan):
@@ -361,14 +363,16 @@ class FlashInferMixedPlan(FlashInferPlan):
                     [[0] * -(-self._rows // cache.block_size)])  # fmt: skip
         self.update(full)
 
-    def _attend(self, query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
+    def _attend(
+        self, query: Tensor, pages: tuple[Tensor, Tensor], out: Tensor, scale: float
+    ) -> None:
         # How many rows decode is not known when this is captured: the first kernel writes as many
         # as may, and the second one those of prompts among them anew.
         cut = self._decoding
         if self._decode is not None:
-            self._decode.run(query[:cut], pages, out[:cut])
+            self._decode.run(query[:cut], pages, out[:cut], scale)
         assert self._prompts is not None
-        self._prompts.run(query, pages, out)
+        self._prompts.run(query, pages, out, scale)
 
     def update(self, rows: Rows) -> None:
         cache, held, used = self._cache, len(rows.lengths), int(rows.starts[-1])

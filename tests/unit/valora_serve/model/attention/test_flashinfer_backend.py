@@ -16,6 +16,7 @@ from valora_serve.model.attention.flashinfer_backend import FlashInferBackend
 from valora_serve.model.attention.torch_backend import TorchBackend
 
 PAGE, KV_HEADS, HEADS, WIDTH = 4, 1, 2, 8
+SCALE = 0.5  # of scores; not 1 / √WIDTH
 
 
 class Device:
@@ -88,7 +89,7 @@ class Device:
 
             self.queue.append(copy)
 
-        def run(query, pages, out):
+        def run(query, pages, q_scale, out):
             def attend():
                 starts, indptr, indices, last = copied
                 self.computed.append((kind, (indptr if kind == "decode" else starts).tolist()))
@@ -101,7 +102,7 @@ class Device:
                     seen = torch.ones(count, length, dtype=torch.bool).tril(length - count)
                     out[own] = scaled_dot_product_attention(
                         *(x.transpose(0, 1)[None] for x in (query[own], key, value)),
-                        attn_mask=seen, enable_gqa=True,
+                        attn_mask=seen, enable_gqa=True, scale=q_scale * WIDTH**-0.5,
                     )[0].transpose(0, 1)  # fmt: skip
 
             self.queue.append(attend)
@@ -227,7 +228,7 @@ def test_attention_is_that_of_plain_torch(steps, kind):
             used = int(starts[-1])
             query = torch.randn(used, heads, WIDTH, generator=g)
             key, value = torch.randn(2, used, KV_HEADS, WIDTH, generator=g)
-            expected = reference.plan(rows).run(0, query, key, value, WIDTH**-0.5)
+            expected = reference.plan(rows).run(0, query, key, value, SCALE)
             if captured is None:
                 plan = backend.plan(rows)
                 parts = [query, key, value]
@@ -235,7 +236,7 @@ def test_attention_is_that_of_plain_torch(steps, kind):
                 captured.update(rows)
                 plan = captured
                 parts = [pad(x, (0, 0, 0, 0, 0, most - used)) for x in (query, key, value)]
-            found = plan.run(0, *parts, WIDTH**-0.5)
+            found = plan.run(0, *parts, SCALE)
             device.finish()
             torch.testing.assert_close(found[:used], expected)
         for one, two in zip(mine.layers[0], other.layers[0], strict=True):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
+from importlib.metadata import entry_points
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -14,19 +16,19 @@ from valora_kernels.tiling import Arrangement, ProjectionGroup, Shape, Tiling, T
 if TYPE_CHECKING:
     from valora_kernels.gpus import Gpu
 
-SHRINK_EXPAND, FUSED, DENSE = "shrink_expand", "fused", "dense"
+SHRINK_EXPAND, FUSED = "shrink_expand", "fused"
 ALL, SHRINK, EXPAND = "all", "shrink", "expand"
 """What is timed of a tiling: the whole operator, or a step of `shrink_expand`."""
 
 
 def fits(tiling: Tiling, shape: Shape, gpu: Gpu) -> bool:
     """Whether the GPU can run the tiling for a shape."""
-    return ARRANGEMENTS[tiling.arrangement].memory(tiling, shape.rank) <= gpu.shared_memory
+    return arrangements()[tiling.arrangement].memory(tiling, shape.rank) <= gpu.shared_memory
 
 
 def rounds(tiling: Tiling, shape: Shape, gpu: Gpu) -> int:
     """How often the processors take programs until all have run: time grows in such steps."""
-    way = ARRANGEMENTS[tiling.arrangement]
+    way = arrangements()[tiling.arrangement]
     resident = max(1, gpu.shared_memory // max(1, way.memory(tiling, shape.rank)))
     return max(1, math.ceil(way.programs(tiling, shape) / (gpu.processors * resident)))
 
@@ -187,14 +189,18 @@ def fused_tilings(group: ProjectionGroup, rows: int, adapters: int, gpu: Gpu) ->
     return found
 
 
-ARRANGEMENTS = {
-    SHRINK_EXPAND: Arrangement(launching.shrink_expand, _two_memory, _two_programs, _search_two),
-    FUSED: Arrangement(
-        launching.fused,
-        _fused_memory,
-        lambda tiling, shape: _tiles_of(tiling, shape) * tiling.parts,
-        lambda time, *sizes: time(ALL, fused_tilings(*sizes), 3)[:2],
-    ),
-    DENSE: Arrangement(launching.dense, lambda *_: 0, lambda *_: 1),
-}
-"""By the name that tiling tables have; another is a file of its own, and a line here."""
+@cache
+def arrangements() -> dict[str, Arrangement]:
+    """Arrangements by the name in tiling tables, others' from the group ``valora.arrangements``."""
+    others = {entry.name: entry.load() for entry in entry_points(group="valora.arrangements")}
+    return others | {
+        SHRINK_EXPAND: Arrangement(
+            launching.shrink_expand, _two_memory, _two_programs, _search_two
+        ),
+        FUSED: Arrangement(
+            launching.fused,
+            _fused_memory,
+            lambda tiling, shape: _tiles_of(tiling, shape) * tiling.parts,
+            lambda time, *sizes: time(ALL, fused_tilings(*sizes), 3)[:2],
+        ),
+    }

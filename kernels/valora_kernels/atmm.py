@@ -7,11 +7,10 @@ from abc import ABC, abstractmethod
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from valora_kernels.arrangements import ARRANGEMENTS, default_tiling
+from valora_kernels.arrangements import arrangements, default_tiling
 from valora_kernels.launching import ALIGNMENT, padded_ranks, readable, use_triton
 from valora_kernels.lookup import choose
 from valora_kernels.reference import atmm_reference
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-DENSE = Tiling("dense")
 
 
 def atmm(
@@ -56,22 +54,13 @@ def atmm(
             f"strides {[t.stride() for t in (x, *ys)]}"
         )
     if tiling is None:
-        tiling = direct_choice(weights, batch)
-        if tiling is None:
-            launch_fitting(table_choice(weights, batch), ys, x, weights, batch)
-            return
-    elif tiling.arrangement not in ARRANGEMENTS:
+        launch_fitting(table_choice(weights, batch), ys, x, weights, batch)
+    elif tiling.arrangement in arrangements():
+        launch(tiling, ys, x, weights, batch)
+    else:
         raise ValueError(
-            f"unknown arrangement {tiling.arrangement!r}: choose one of {', '.join(ARRANGEMENTS)}"
+            f"unknown arrangement {tiling.arrangement!r}: choose one of {', '.join(arrangements())}"
         )
-    elif tiling.arrangement == DENSE.arrangement and not (
-        _one_adapter(weights, batch) and _one_scale(batch)
-    ):
-        raise ValueError(
-            "batch: dense expected one adapter with one scale in all rows, in contiguous weights "
-            "and outside a graph, got another"
-        )
-    launch(tiling, ys, x, weights, batch)
 
 
 _instead: dict[tuple[Shape, Tiling], Tiling] = {}
@@ -90,7 +79,7 @@ def launch(
     tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
 ) -> None:
     """Run one arrangement without checks, see `atmm`; without `add` all of y is overwritten."""
-    ARRANGEMENTS[tiling.arrangement].launch(tiling, ys, x, weights, batch, add=add)
+    arrangements()[tiling.arrangement].launch(tiling, ys, x, weights, batch, add=add)
 
 
 def launch_fitting(
@@ -112,31 +101,6 @@ def launch_fitting(
         launch(smaller, ys, x, weights, batch, add=not first)
 
 
-def _one_adapter(weights: LoraWeights, batch: LoraBatch) -> bool:
-    """Whether all rows have one adapter that lies as a matrix; a graph may replay any mix."""
-    return batch.one_adapter and not batch.fixed and not weights.paged
-
-
-def _one_scale(batch: LoraBatch) -> bool:
-    return bool(np.ptp(batch.grouping.scale[:, 0]) == 0)
-
-
-def direct_choice(weights: LoraWeights, batch: LoraBatch, *, add: bool = True) -> Tiling | None:
-    """`DENSE` where all rows have one adapter, and enough rows and ranks for it to pay."""
-    if not _one_adapter(weights, batch) or batch.gpu.dense is None:
-        return None
-    rows, rank = batch.grouping.rows, batch.max_rank
-    from_rank, from_rows, elements = batch.gpu.dense
-    if not add:  # y is not read, so it pays earlier
-        pays = rank >= from_rank * 2 // 3 and rows >= from_rows * 2 // 3
-    elif rank > 128:
-        pays = rows >= from_rows // 3
-    else:
-        few = rows * sum(weights.out_features) <= elements
-        pays = rank >= from_rank and rows >= from_rows and few
-    return DENSE if pays and _one_scale(batch) else None
-
-
 def shape_of(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> Shape:
     """The look-up key of a call; `first` as in `Shape`."""
     group = ProjectionGroup(weights.in_features, weights.out_features, padded_ranks(weights))
@@ -146,7 +110,7 @@ def shape_of(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> 
 def table_choice(weights: LoraWeights, batch: LoraBatch, *, first: bool = False) -> Tiling:
     """The tiling that the table of the batch's GPU has for a call; `first` as in `Shape`."""
     shape = shape_of(weights, batch, first=first)
-    chosen = choose(batch.gpu, shape).tiling
+    chosen = choose(batch.gpu, shape)
     return _instead.get((shape, chosen), chosen) if _instead else chosen
 
 

@@ -17,16 +17,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _row_starts(
-    table, adapter, projection, r, real, slots, max_rank, width, base, PAGED: tl.constexpr
-):
+def _row_starts(table, adapter, projection, r, real, slots, max_rank):
     """First elements of rank rows `r` of one matrix of an adapter; `real` masks existing rows."""
     slot = projection * slots + adapter
-    if PAGED:
-        found = tl.load(table + slot.to(tl.int64) * max_rank + r, mask=real, other=0)
-        return tl.multiple_of(found, 8)
-    else:
-        return base + (adapter.to(tl.int64) * max_rank + r) * width
+    found = tl.load(table + slot.to(tl.int64) * max_rank + r, mask=real, other=0)
+    return tl.multiple_of(found, 8)
 
 
 @triton.jit
@@ -64,8 +59,8 @@ def _shrink_tile(
     places, slots, max_rank, K, tile, projection, term, rank_block, split,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr,
-    PAGED: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
-    PDL: tl.constexpr, PRECISION: tl.constexpr,
+    GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Shrink a tile by a block of ranks and a part of the width; GATHER: the last sums in order."""
     rank = tl.load(records + tile * 4 + 2 * term + 1)
@@ -77,10 +72,7 @@ def _shrink_tile(
         row = tl.load(rows + place)
         valid = row >= 0
         factor = tl.load(scale + term * places + place)
-        base = projection.to(tl.int64) * slots * max_rank * K
-        starts = _row_starts(
-            a_table, adapter, projection, r, real, slots, max_rank, K, base, PAGED
-        )  # fmt: skip
+        starts = _row_starts(a_table, adapter, projection, r, real, slots, max_rank)
         k = split * K_SPLIT + tl.arange(0, BK)
         a_at = a + starts[:, None] + k[None, :]
         x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
@@ -134,7 +126,6 @@ def _output(block, y0, y1, y2, s0, s1, s2, n0, n1, n2, P: tl.constexpr, BN: tl.c
     y = y0
     stride = s0
     width = n0
-    before = 0
     if P > 1:
         if first >= tl.cdiv(n0, BN) * BN:
             first -= tl.cdiv(n0, BN) * BN
@@ -142,7 +133,6 @@ def _output(block, y0, y1, y2, s0, s1, s2, n0, n1, n2, P: tl.constexpr, BN: tl.c
             y = y1
             stride = s1
             width = n1
-            before = n0
             if P > 2:
                 if first >= tl.cdiv(n1, BN) * BN:
                     first -= tl.cdiv(n1, BN) * BN
@@ -150,25 +140,21 @@ def _output(block, y0, y1, y2, s0, s1, s2, n0, n1, n2, P: tl.constexpr, BN: tl.c
                     y = y2
                     stride = s2
                     width = n2
-                    before = n0 + n1
-    return projection, first, y, stride, width, before
+    return projection, first, y, stride, width
 
 
 @triton.jit
 def _more_ranks(
     delta, part, b, b_table, adapter, rank, n, inside, place, valid, projection, term,
-    begin, places, slots, max_rank, width, base,
+    begin, places, slots, max_rank,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, ER: tl.constexpr,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return delta + h Bᵀ over one term's rank blocks from `begin` on."""
     # Not pipelined: nearly always one turn, and its buffers would cost occupancy.
     for rank_block in tl.range(begin, tl.cdiv(rank, ER), num_stages=1):
         r = rank_block * ER + tl.arange(0, ER)
-        starts = _row_starts(
-            b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
-        )  # fmt: skip
+        starts = _row_starts(b_table, adapter, projection, r, r < rank, slots, max_rank)
         b_mask = (r < rank)[:, None] & inside[None, :]
         b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
         h = _load_h(
@@ -185,7 +171,7 @@ def shrink_kernel(
     places, slots, max_rank, k8,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
     K_SPLIT: tl.constexpr, SPLITS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr,
-    PAGED: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
+    GATHER: tl.constexpr, CHUNK: tl.constexpr, BY_ROW: tl.constexpr,
     BESIDE: tl.constexpr, TURNS: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute h = scale · x Aᵀ. Grid: tiles × P × TERMS × rank blocks × SPLITS, the last fastest.
@@ -212,7 +198,7 @@ def shrink_kernel(
                 x, x_stride * 8, a, a_table, records, rows, scale, part, h_out, counters,
                 places, slots, max_rank, k8 * 8,
                 mine, item // TERMS % P, item % TERMS, rank_block, split,
-                P, TERMS, BM, BR, BK, K_SPLIT, SPLITS, RANKS, EVEN_K, PAGED, GATHER, CHUNK, BY_ROW,
+                P, TERMS, BM, BR, BK, K_SPLIT, SPLITS, RANKS, EVEN_K, GATHER, CHUNK, BY_ROW,
                 PDL and not BESIDE, PRECISION,
             )  # fmt: skip
         if PDL and not BESIDE:
@@ -222,7 +208,7 @@ def shrink_kernel(
             x, x_stride * 8, a, a_table, records, rows, scale, part, h_out, counters,
             places, slots, max_rank, k8 * 8,
             tile, item // TERMS % P, item % TERMS, rank_block, split,
-            P, TERMS, BM, BR, BK, K_SPLIT, SPLITS, RANKS, EVEN_K, PAGED, GATHER, CHUNK, BY_ROW,
+            P, TERMS, BM, BR, BK, K_SPLIT, SPLITS, RANKS, EVEN_K, GATHER, CHUNK, BY_ROW,
             PDL and not BESIDE, PRECISION,
         )  # fmt: skip
     if PDL and BESIDE:
@@ -235,7 +221,7 @@ def _expand_tile(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
     places, slots, max_rank, tile, group,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ER: tl.constexpr,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
     ADD: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -247,18 +233,15 @@ def _expand_tile(
         busy = tl.load(rows + tile * BM) >= 0
     if busy:
         adapter = tl.load(records + tile * 4)
-        projection, first, y, stride, width, before = _output(
+        projection, first, y, stride, width = _output(
             group, y0, y1, y2, s0, s1, s2, n0, n1, n2, P, BN * LOOP
         )
         stride = stride * 8
-        base = tl.cast(before, tl.int64) * slots * max_rank
         place = tile * BM + tl.arange(0, BM)
         row = tl.load(rows + place)
         valid = row >= 0
         r = tl.arange(0, ER)
-        starts = _row_starts(
-            b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
-        )  # fmt: skip
+        starts = _row_starts(b_table, adapter, projection, r, r < rank, slots, max_rank)
         n = first + tl.arange(0, BN)
         if LOOP == 1:
             b_mask = (r < rank)[:, None] & (n < width)[None, :]
@@ -284,15 +267,15 @@ def _expand_tile(
             if RANKS > ER:
                 delta = _more_ranks(
                     delta, part, b, b_table, adapter, rank, n, inside, place, valid, projection, 0,
-                    1, places, slots, max_rank, width, base,
-                    P, TERMS, BM, ER, SPLITS, RANKS, PAGED, CHUNK, PRECISION,
+                    1, places, slots, max_rank,
+                    P, TERMS, BM, ER, SPLITS, RANKS, CHUNK, PRECISION,
                 )  # fmt: skip
             if TERMS > 1:
                 delta = _more_ranks(
                     delta, part, b, b_table, tl.load(records + tile * 4 + 2),
                     tl.load(records + tile * 4 + 3), n, inside, place, valid, projection, 1,
-                    0, places, slots, max_rank, width, base,
-                    P, TERMS, BM, ER, SPLITS, RANKS, PAGED, CHUNK, PRECISION,
+                    0, places, slots, max_rank,
+                    P, TERMS, BM, ER, SPLITS, RANKS, CHUNK, PRECISION,
                 )  # fmt: skip
             if ADD:
                 delta += y_tile.to(tl.float32)
@@ -306,7 +289,7 @@ def expand_kernel(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, ends, part,
     places, slots, max_rank, groups,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ER: tl.constexpr,
-    SPLITS: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
+    SPLITS: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
     ADD: tl.constexpr, LOOP: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
     TURNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -327,7 +310,7 @@ def expand_kernel(
             _expand_tile(
                 y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
                 places, slots, max_rank, mine, group,
-                P, TERMS, BM, BN, ER, SPLITS, RANKS, PAGED, PDL, ADD, LOOP, STAGES, CHUNK,
+                P, TERMS, BM, BN, ER, SPLITS, RANKS, PDL, ADD, LOOP, STAGES, CHUNK,
                 PRECISION,
             )  # fmt: skip
         if PDL:
@@ -336,7 +319,7 @@ def expand_kernel(
         _expand_tile(
             y0, y1, y2, s0, s1, s2, n0, n1, n2, b, b_table, records, rows, part,
             places, slots, max_rank, tile, group,
-            P, TERMS, BM, BN, ER, SPLITS, RANKS, PAGED, PDL, ADD, LOOP, STAGES, CHUNK, PRECISION,
+            P, TERMS, BM, BN, ER, SPLITS, RANKS, PDL, ADD, LOOP, STAGES, CHUNK, PRECISION,
         )  # fmt: skip
 
 
@@ -345,7 +328,7 @@ def fused_kernel(
     y0, y1, y2, s0, s1, s2, n0, n1, n2, x, x_stride, a, a_table, b, b_table,
     records, rows, scale, places, slots, max_rank, k8,
     P: tl.constexpr, TERMS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PARTS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr, PAGED: tl.constexpr,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, EVEN_K: tl.constexpr,
     PDL: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute y += Σ_t scale_t · (x A_tᵀ) B_tᵀ, or y = without ADD. Grid: tiles × P × PARTS."""
@@ -371,19 +354,14 @@ def fused_kernel(
         valid = row >= 0
         r = tl.arange(0, RANKS)
         k = tl.arange(0, BK)
-        a_base = projection.to(tl.int64) * slots * max_rank * K
-        starts = _row_starts(
-            a_table, adapter, projection, r, r < rank, slots, max_rank, K, a_base, PAGED
-        )  # fmt: skip
+        starts = _row_starts(a_table, adapter, projection, r, r < rank, slots, max_rank)
         a_at = a + starts[:, None] + k[None, :]
         x_at = x + row.to(tl.int64)[:, None] * x_stride + k[None, :]
         h = tl.zeros((BM, RANKS), dtype=tl.float32)
         if TERMS > 1:
             adapter2 = tl.load(records + tile * 4 + 2)
             rank2 = tl.load(records + tile * 4 + 3)
-            starts2 = _row_starts(
-                a_table, adapter2, projection, r, r < rank2, slots, max_rank, K, a_base, PAGED
-            )  # fmt: skip
+            starts2 = _row_starts(a_table, adapter2, projection, r, r < rank2, slots, max_rank)
             a2_at = a + starts2[:, None] + k[None, :]
             h2 = tl.zeros((BM, RANKS), dtype=tl.float32)
         for i in tl.range(0, K, BK, num_stages=STAGES):
@@ -397,20 +375,15 @@ def fused_kernel(
                 a2_tile = tl.load(a2_at + i, mask=a2_mask, other=0.0)
                 h2 = tl.dot(x_tile, tl.trans(a2_tile), h2, input_precision=PRECISION)
         left = (h * tl.load(scale + place)[:, None]).to(x.dtype.element_ty)
-        _, _, y, stride, width, before = _output(
+        _, _, y, stride, width = _output(
             _first_block(projection, n0 * 8, n1 * 8, P, BN),
             y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, P, BN,
         )  # fmt: skip
         stride = stride * 8
-        base = tl.cast(before, tl.int64) * slots * max_rank
-        starts = _row_starts(
-            b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
-        )  # fmt: skip
+        starts = _row_starts(b_table, adapter, projection, r, r < rank, slots, max_rank)
         if TERMS > 1:
             left2 = (h2 * tl.load(scale + places + place)[:, None]).to(x.dtype.element_ty)
-            starts2 = _row_starts(
-                b_table, adapter2, projection, r, r < rank2, slots, max_rank, width, base, PAGED
-            )  # fmt: skip
+            starts2 = _row_starts(b_table, adapter2, projection, r, r < rank2, slots, max_rank)
         blocks = tl.cdiv(tl.cdiv(width, BN), PARTS)
         begin = share * blocks * BN
         end = tl.minimum(width, begin + blocks * BN)

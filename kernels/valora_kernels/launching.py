@@ -121,7 +121,6 @@ def _common(
         "TERMS": batch.terms,
         "BM": tiling.rows,
         "RANKS": padded_ranks(weights),
-        "PAGED": weights.paged,
         "PDL": has_dependent_launch(tensor.device),
         "PRECISION": precision_of(tensor),
     }
@@ -266,14 +265,3 @@ def fused(
         STAGES=tiling.stages, ADD=add, num_warps=tiling.warps, num_stages=tiling.stages,
         **_common(tiling, x, weights, batch),
     )  # fmt: skip
-
-
-def dense(
-    tiling: Tiling, ys: Tensors, x: Tensor, weights: LoraWeights, batch: LoraBatch, add: bool = True
-) -> None:
-    """Two dense products of the library's for each projection, where all rows have one adapter."""
-    grouping = batch.grouping
-    slot, rank = int(grouping.adapters[0, 0]), int(grouping.ranks[0, 0])
-    for p, y in enumerate(ys):
-        a, b = weights.rows_of(p, slot, rank)
-        y.addmm_(x @ a.T, b, beta=1.0 if add else 0.0, alpha=float(grouping.scale[0, 0]))

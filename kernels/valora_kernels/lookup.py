@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
-from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from valora_kernels.arrangements import ARRANGEMENTS, default_tiling, fits, refit, rounds
+from valora_kernels.arrangements import arrangements, default_tiling, fits, refit, rounds
 from valora_kernels.tiling import Shape, Tiling
 
 if TYPE_CHECKING:
@@ -31,21 +30,6 @@ STARTUP_ELEMENTS = 6e6  # 16-bit elements that could move while a kernel starts,
 
 ROUNDS_FROM = 256
 """Rows from which on a further round of programs costs more than the start of a kernel."""
-
-
-class LookupMode(StrEnum):
-    """How a tiling was found: this shape was measured, another one was, or a rule decided."""
-
-    EXACT = "exact"
-    NEAREST = "nearest"
-    DEFAULT = "default"
-
-
-class TilingChoice(NamedTuple):
-    """A tiling and how it was found."""
-
-    tiling: Tiling
-    mode: LookupMode
 
 
 def _effort(shape: Shape) -> float:
@@ -72,37 +56,29 @@ def _features(shape: Shape) -> np.ndarray:
 
 
 class TilingTable:
-    """The fastest tilings that were measured on one GPU, with microseconds of some of them."""
+    """The fastest tilings that were measured on one GPU."""
 
-    def __init__(
-        self,
-        gpu: Gpu,
-        entries: Iterable[tuple[Shape, Tiling]],
-        microseconds: Mapping[Shape, float] | None = None,
-    ) -> None:
+    def __init__(self, gpu: Gpu, entries: Iterable[tuple[Shape, Tiling]]) -> None:
         self.gpu = gpu
         self.entries = dict(entries)
-        self.microseconds = dict(microseconds or {})
         self._shapes = list(self.entries)
         places = np.array([_features(shape) for shape in self._shapes])
         self._places = places.reshape(-1, len(FEATURE_WEIGHTS))
 
     def joined(self, other: TilingTable) -> TilingTable:
         """The entries of both; those of the other one count where both have a shape."""
-        times = {**self.microseconds, **other.microseconds}
-        return TilingTable(self.gpu, {**self.entries, **other.entries}.items(), times)
+        return TilingTable(self.gpu, {**self.entries, **other.entries}.items())
 
-    def look_up(self, shape: Shape) -> TilingChoice:
+    def look_up(self, shape: Shape) -> Tiling:
         """The tiling of this shape, of the nearest measured shape that fits, or of the rules."""
         found = self.entries.get(shape)
         if found is not None:
-            return TilingChoice(found, LookupMode.EXACT)
-        best, least = None, math.inf
-        for nearness, near in self.neighbours(shape, 200):
+            return found
+        best, least = default_tiling(shape), math.inf
+        for nearness, near, tiling in self.neighbours(shape, 200):
             if nearness > least:
                 break
             distance = nearness
-            tiling = refit(self.entries[near], near.in_features, shape.in_features)
             if not fits(tiling, shape, self.gpu):
                 continue
             if shape.rows >= ROUNDS_FROM:
@@ -112,15 +88,15 @@ class TilingTable:
                 distance = nearness + 4 * max(0.0, more) ** 2
             if distance < least:
                 best, least = tiling, distance
-        if best is None:
-            return TilingChoice(default_tiling(shape), LookupMode.DEFAULT)
-        return TilingChoice(best, LookupMode.NEAREST)
+        return best
 
-    def neighbours(self, shape: Shape, count: int) -> list[tuple[float, Shape]]:
-        """The measured shapes that are nearest to a shape, with their distances, in their order."""
+    def neighbours(self, shape: Shape, count: int) -> Iterator[tuple[float, Shape, Tiling]]:
+        """Distance, shape and refitted tiling of the nearest measured shapes, in their order."""
         distances = np.square(self._places - _features(shape)).sum(axis=1)
-        order = np.argsort(distances, kind="stable")[:count]
-        return [(float(distances[place]), self._shapes[int(place)]) for place in order]
+        for place in np.argsort(distances, kind="stable")[:count]:
+            near = self._shapes[int(place)]
+            tiling = refit(self.entries[near], near.in_features, shape.in_features)
+            yield float(distances[place]), near, tiling
 
     @classmethod
     def load(cls, path: Path, gpu: Gpu) -> TilingTable:
@@ -132,21 +108,18 @@ class TilingTable:
             if made_for != (VERSION, gpu.name):
                 raise ValueError(f"expected {(VERSION, gpu.name)}, got {made_for}")  # noqa: TRY301
             tilings, columns = [Tiling(**one) for one in data["tilings"]], data["shapes"]["columns"]
-            known = {name for name, way in ARRANGEMENTS.items() if way.search is not None}
-            if unknown := {tiling.arrangement for tiling in tilings} - known:
-                raise ValueError(f"expected {sorted(known)}, got {unknown}")  # noqa: TRY301
+            if unknown := {tiling.arrangement for tiling in tilings} - arrangements().keys():
+                raise ValueError(f"expected {[*arrangements()]}, got {unknown}")  # noqa: TRY301
             entries = {
                 Shape(**dict(zip(columns, row[:-1], strict=True))): tilings[row[-1]]
                 for row in data["shapes"]["rows"]
             }
-            times = data.get("microseconds") or [None] * len(entries)
-            taken = {s: us for s, us in zip(entries, times, strict=True) if us is not None}
         except (ValueError, TypeError, LookupError, AttributeError) as error:
             raise ValueError(
                 f"{path}: no tiling table of {gpu.name} ({error}): delete it, and measure it again "
                 "with valora-tile"
             ) from error
-        return cls(gpu, entries.items(), taken)
+        return cls(gpu, entries.items())
 
     def save(self, path: Path, **about: object) -> None:
         """Write the table as JSON, one shape per line; `about` says how it was measured."""
@@ -155,8 +128,6 @@ class TilingTable:
         columns = json.dumps([field.name for field in fields(Shape)])
         rows = [[*asdict(shape).values(), number[t]] for shape, t in self.entries.items()]
         head = {"version": VERSION, "gpu": self.gpu.name, **about}
-        if self.microseconds:
-            head["microseconds"] = [self.microseconds.get(shape) for shape in self.entries]
         text = "{\n " + ",\n ".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items())
         text += ',\n "tilings": [\n  ' + ",\n  ".join(json.dumps(asdict(t)) for t in tilings)
         text += '\n ],\n "shapes": {"columns": ' + columns + ', "rows": [\n  '
@@ -215,6 +186,6 @@ def using(table: TilingTable) -> Iterator[None]:
 
 
 @lru_cache(maxsize=65536)
-def choose(gpu: Gpu, shape: Shape) -> TilingChoice:
+def choose(gpu: Gpu, shape: Shape) -> Tiling:
     """The tiling for a shape on a GPU; cached, because every layer of a batch asks again."""
     return table_of(gpu).look_up(shape)

@@ -100,7 +100,7 @@ class MergeableWeights:
                 raise ValueError(
                     f"{name}: expected {' '.join(map(str, want))}, got {' '.join(map(str, got))}"
                 )
-        assert len({(weights.paged, weights.max_rank) for weights, _ in sources.values()}) <= 1
+        assert len({weights.max_rank for weights, _ in sources.values()}) <= 1
         self._sources = dict(sources)
         self._tables.clear()
 
@@ -128,14 +128,15 @@ class MergeableWeights:
 
         tiling = tiling or MergeTiling()
         tiles, matrices = self._table(tiling)
-        a_rows, b_rows = self._rows(slot)
-        first = next(iter(self._sources.values()))[0]
+        sources = self._sources.values()
+        a_rows = torch.stack([weights.a_table[p, slot] for weights, p in sources])
+        b_rows = torch.stack([weights.b_table[p, slot] for weights, p in sources])
+        first = next(iter(sources))[0]
         merge_kernel[(len(tiles),)](
             self.live, self.pristine, first.a, first.b, a_rows, b_rows, tiles, matrices,
-            scaling, slot, rank, SLOT_RANKS=ranks, PAGED=a_rows is not None,
-            BO=tiling.outputs, BI=tiling.inputs, BR=tiling.ranks, SPAN=tiling.span,
-            STAGES=tiling.stages, MORE=rank > tiling.ranks, PRECISION=precision_of(self.live),
-            num_warps=tiling.warps, num_stages=tiling.stages,
+            scaling, rank, SLOT_RANKS=ranks, BO=tiling.outputs, BI=tiling.inputs, BR=tiling.ranks,
+            SPAN=tiling.span, STAGES=tiling.stages, MORE=rank > tiling.ranks,
+            PRECISION=precision_of(self.live), num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
 
     def _merge_each(self, slot: int, rank: int, scaling: float) -> None:
@@ -169,23 +170,16 @@ class MergeableWeights:
         self.live.copy_(self.pristine)
 
     def _table(self, tiling: MergeTiling) -> tuple[torch.Tensor, torch.Tensor]:
-        """`tiles` [programs, 2] int32 and `matrices` [matrices, 7] int64, as of `merge_kernel`."""
+        """`tiles` [programs, 2] int32 and `matrices` [matrices, 5] int64, as of `merge_kernel`."""
         if tiling not in self._tables:
             device, size = self.live.device, self.live.element_size()
             first = next(iter(self._sources.values()))[0]
             matrices, tiles = [], []
-            for number, (name, (weights, p)) in enumerate(self._sources.items()):
+            for number, (name, (weights, _)) in enumerate(self._sources.items()):
                 outputs, inputs = self.shapes[name]
                 a_start = (weights.a.data_ptr() - first.a.data_ptr()) // size
                 b_start = (weights.b.data_ptr() - first.b.data_ptr()) // size
-                a_step = b_step = 0
-                if not weights.paged:
-                    a_step, b_step = weights.max_rank * inputs, weights.max_rank * outputs
-                    a_start += p * weights.slots * a_step
-                    b_start += weights.b_start(p)
-                matrices.append(
-                    [self._starts[name], outputs, inputs, a_start, a_step, b_start, b_step]
-                )
+                matrices.append([self._starts[name], outputs, inputs, a_start, b_start])
                 count = -(-outputs // tiling.outputs) * -(-inputs // tiling.span)
                 numbers = torch.arange(count, dtype=torch.int32)
                 tiles.append(torch.stack([torch.full_like(numbers, number), numbers], dim=1))
@@ -194,13 +188,3 @@ class MergeableWeights:
                 torch.tensor(matrices, dtype=torch.int64).to(device),
             )
         return self._tables[tiling]
-
-    def _rows(self, slot: int) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-        """First elements of the slot's rows of A and of Bᵀ in paged memory, [matrices, ranks]."""
-        a, b = [], []
-        for weights, p in self._sources.values():
-            if weights.a_table is None or weights.b_table is None:
-                return None, None
-            a.append(weights.a_table[p, slot])
-            b.append(weights.b_table[p, slot])
-        return torch.stack(a), torch.stack(b)

@@ -22,8 +22,6 @@ T = TypeVar("T", bound="Table")
 
 NONE = -1  # adapter index of a row or term without an adapter
 
-FEW_RUNS = 4  # most runs of a batch in which a single one with an adapter is looked for
-
 MAX_TERMS = 2  # most terms of a row: two adapters, or its own and the merged one, subtracted
 
 
@@ -81,10 +79,6 @@ def group_rows(
         ValueError: An adapter index is outside the slots or names an empty one, or shapes differ.
     """
     rank, scaling = np.asarray(ranks, dtype=np.int32), np.asarray(scalings, dtype=np.float32)
-    if counts is not None:
-        one = _one_run(adapters, rank, scaling, coefficients, counts, rows)
-        if one is not None:
-            return one
     index, scale = _terms(adapters, rank, scaling, coefficients)
     key = (index + 1) @ np.array([len(rank) + 1, 1])
     runs = np.argsort(key, kind="stable")
@@ -127,45 +121,6 @@ def group_rows(
         ranks=rank[owners] * owned if len(owners) else np.zeros((0, MAX_TERMS), np.int32),
         scale=scale,
         base=base.astype(np.int32),
-    )
-
-
-def _one_run(
-    adapters: ArrayLike,
-    rank: NDArray[np.int32],
-    scaling: NDArray[np.float32],
-    coefficients: ArrayLike | None,
-    counts: ArrayLike,
-    rows: int | None,
-) -> Grouping | None:
-    """`group_rows` for one run with an adapter, for which a lone prompt waits; None for others."""
-    given, lengths = np.asarray(adapters), np.asarray(counts)
-    if len(lengths) > FEW_RUNS or given.ndim != 2 or given.shape != (len(lengths), 1):
-        return None
-    slots, held = given[:, 0].tolist(), lengths.tolist()
-    named = [at for at, slot in enumerate(slots) if slot != NONE]
-    used = sum(held)
-    total = used if rows is None else rows
-    if len(named) != 1 or min(held) < 1 or total < used:
-        return None
-    (at,) = named
-    slot, first, count = slots[at], sum(held[:at]), held[at]
-    if rank.shape != scaling.shape or not 0 <= slot < rank.size or rank[slot] < 1:
-        return None
-    factor = 1 if coefficients is None else np.asarray(coefficients)[at, 0]
-    base = np.arange(total - count, dtype=np.int32)
-    base[first:] += count
-    scale = np.zeros((count, MAX_TERMS), dtype=np.float32)
-    scale[:, 0] = np.float32(factor) * scaling[slot]
-    return Grouping(
-        rows=total,
-        terms=1,
-        order=np.arange(first, first + count, dtype=np.int32),
-        starts=np.array([0, count], dtype=np.int32),
-        adapters=np.array([[slot, NONE]], dtype=np.int32),
-        ranks=np.array([[rank[slot], 0]], dtype=np.int32),
-        scale=scale,
-        base=base,
     )
 
 
@@ -290,34 +245,27 @@ class Tiles(Table):
 
     def write(self, grouping: Grouping, *parts: NDArray[np.int32]) -> None:
         """Cut the segments into tiles."""
-        block, adapters, ranks = self.block, grouping.adapters, grouping.ranks
-        if grouping.segments == 1:
-            count = -(-grouping.active // block)
-        else:
-            lengths = np.diff(grouping.starts)
-            tiles = -(-lengths // block)
-            count = int(tiles.sum())
-            adapters, ranks = (np.repeat(part, tiles, axis=0) for part in (adapters, ranks))
+        block, lengths = self.block, np.diff(grouping.starts)
+        tiles = -(-lengths // block)
+        count = int(tiles.sum())
         total = count - (-len(grouping.base) // block)
         assert total <= self.capacity, (total, self.capacity)
         self.count, self.total = count, total
         records, rows, scale, ends = parts
         scale = scale.view(np.float32)
         ends[:] = count, total
-        records[:count, 0::2] = adapters
-        records[:count, 1::2] = ranks
+        records[:count, 0::2] = np.repeat(grouping.adapters, tiles, axis=0)
+        records[:count, 1::2] = np.repeat(grouping.ranks, tiles, axis=0)
         records[count:, 0::2] = NONE
         records[count:, 1::2] = 0
         rows.fill(NONE)
         scale.fill(0)
-        if grouping.segments == 1:
-            rows[: grouping.active] = grouping.order
-            scale[:, : grouping.active] = grouping.scale.T
-        elif count:
+        place: slice | NDArray[np.int64] = slice(grouping.active)
+        if grouping.segments > 1:
             first = (np.cumsum(tiles) - tiles) * block
             place = np.arange(grouping.active) + np.repeat(first - grouping.starts[:-1], lengths)
-            rows[place] = grouping.order
-            scale[:, place] = grouping.scale.T
+        rows[place] = grouping.order
+        scale[:, place] = grouping.scale.T
         rows[count * block : count * block + len(grouping.base)] = grouping.base
 
 
@@ -342,30 +290,16 @@ class Blocks(Table):
         slot_of_row.fill(NONE)
         counts.fill(0)
         lists.fill(0)
-        starts, order, segments = grouping.starts, grouping.order, grouping.segments
-        if segments == 1 and order[-1] - order[0] < len(order):  # one run of rows
-            slot_of_row[order[0] : order[-1] + 1] = grouping.adapters[0, 0]
-            spanned = slice(order[0] // block, order[-1] // block + 1)
-            counts[spanned] = 1
-            lists[spanned, 0] = grouping.adapters[0, 0], grouping.ranks[0, 0]
-        elif segments:
-            slot_of_row[order] = np.repeat(grouping.adapters[:, 0], np.diff(starts))
-            # Neighbouring rows of one segment are one piece, of which a prompt has few.
-            apart = order[1:] != order[:-1] + 1
-            apart[starts[1:-1] - 1] = True
-            first = np.concatenate([[0], np.flatnonzero(apart) + 1])
-            last = np.append(first[1:], len(order)) - 1
-            owner = np.searchsorted(starts, first, side="right") - 1
-            of_first = order[first] // block
-            spans = order[last] // block - of_first + 1
-            owner = np.repeat(owner, spans)
-            # Pairs as one number: numpy sorts columns of pairs ten times as long.
-            pairs = np.unique(_rows_of(of_first, spans) * segments + owner)
-            of_block, segment = np.divmod(pairs, segments)
-            counts[:] = np.bincount(of_block, minlength=len(counts))
-            place = np.arange(len(pairs)) - (np.cumsum(counts) - counts)[of_block]
-            lists[of_block, place, 0] = grouping.adapters[segment, 0]
-            lists[of_block, place, 1] = grouping.ranks[segment, 0]
+        order, segments = grouping.order, grouping.segments
+        segment = np.repeat(np.arange(segments), np.diff(grouping.starts))
+        slot_of_row[order] = grouping.adapters[segment, 0]
+        # Pairs as one number: numpy sorts columns of pairs ten times as long.
+        pairs = np.unique(order // block * segments + segment)
+        of_block, segment = np.divmod(pairs, max(segments, 1))
+        counts[:] = np.bincount(of_block, minlength=len(counts))
+        place = np.arange(len(pairs)) - (np.cumsum(counts) - counts)[of_block]
+        lists[of_block, place, 0] = grouping.adapters[segment, 0]
+        lists[of_block, place, 1] = grouping.ranks[segment, 0]
 
 
 class Scratch:
@@ -447,8 +381,6 @@ class LoraBatch:
         self.max_rank = int(grouping.ranks.max(initial=0))
         self.last_adapter = int(grouping.adapters.max(initial=NONE))
         self.effective_adapters = grouping.effective_adapters
-        sizes = (grouping.terms, grouping.segments, grouping.active)
-        self.one_adapter = sizes == (1, 1, grouping.rows)
         self.terms = max(self.terms, grouping.terms) if self.fixed else grouping.terms
 
     def table(self, key: Hashable, make: Callable[[], T]) -> T:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from valora_kernels.arrangements import beside_product, whole_shrink
-from valora_kernels.atmm import atmm, check, direct_choice, launch, launch_fitting, table_choice
+from valora_kernels.atmm import atmm, check, launch_fitting, table_choice
 from valora_kernels.gpus import Gpu, gpu_of
 from valora_kernels.launching import (
     ALIGNMENT,
@@ -98,14 +98,10 @@ def _apart(
     first = first and _aligned(x, ys, bases)
     if first:
         # The base product adds to y, which hides the time to read it.
-        direct = direct_choice(weights, batch, add=False)
-        if direct is not None:
-            launch(direct, ys, x, weights, batch, add=False)
-        else:
-            choice = table_choice(weights, batch, first=True)
-            first = tiles_to_launch(batch.tiles(choice.rows), batch, x) > 0
-            if first:
-                launch_fitting(choice, ys, x, weights, batch, first=True)
+        choice = table_choice(weights, batch, first=True)
+        first = tiles_to_launch(batch.tiles(choice.rows), batch, x) > 0
+        if first:
+            launch_fitting(choice, ys, x, weights, batch, first=True)
     one_base, one_y = _as_one(bases, 0), _as_one(ys, 1)
     if plain and one_base is not None and one_y is not None:
         ys_, bases, biases = [one_y], [one_base], [None]
@@ -214,7 +210,6 @@ def _fold(
     started = has_dependent_launch(x.device) and tiles_to_launch(tiles, batch, x) > 0
     programs = batch.gpu.processors
     store = tiling.outputs // 2 if tiling.halves else tiling.outputs
-    before = 0
     # Only the first of several projections directly follows the shrink; the others wait for it.
     for p, (y, base, bias) in enumerate(zip(ys, bases, biases, strict=True)):
         start(
@@ -223,11 +218,9 @@ def _fold(
             TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inputs]),
             TensorDescriptor.from_tensor(base, [tiling.outputs, tiling.inputs]),
             bias, h, weights.b, weights.b_table, blocks.slot_of_row, blocks.counts, blocks.lists,
-            p, before // ALIGNMENT, places_of(tiles, x), weights.slots, weights.max_rank, len(x),
+            p, places_of(tiles, x), weights.slots, weights.max_rank, len(x),
             y.shape[1] // ALIGNMENT, width // ALIGNMENT, GROUP=8, PROGRAMS=programs,
             HALVES=tiling.halves, CAPACITY=blocks.capacity, BM=tiling.rows, BN=tiling.outputs,
-            BK=tiling.inputs, RANKS=padded_ranks(weights), PAGED=weights.paged,
-            PDL=started and p == 0, PRECISION=precision_of(x), num_warps=tiling.warps,
-            num_stages=tiling.stages,
+            BK=tiling.inputs, RANKS=padded_ranks(weights), PDL=started and p == 0,
+            PRECISION=precision_of(x), num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip
-        before += y.shape[1]

@@ -21,8 +21,8 @@ def _add_bias(acc, bias, n, inside):
 @triton.jit
 def _add_adapters(
     acc, h, b, b_table, slot_of_row, counts, lists, block, rows, count_rows, n, inside,
-    projection, places, slots, max_rank, width, base, CAPACITY: tl.constexpr,
-    RANKS: tl.constexpr, PAGED: tl.constexpr, PRECISION: tl.constexpr,
+    projection, places, slots, max_rank, CAPACITY: tl.constexpr, RANKS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return acc + h Bᵀ for every adapter of a block of rows, each on the rows that have it."""
     slot = tl.load(slot_of_row + rows, mask=rows < count_rows, other=-1)
@@ -32,9 +32,7 @@ def _add_adapters(
     for i in tl.range(0, tl.load(counts + block), num_stages=1):
         adapter = tl.load(lists + (block * CAPACITY + i) * 2)
         rank = tl.load(lists + (block * CAPACITY + i) * 2 + 1)
-        starts = _row_starts(
-            b_table, adapter, projection, r, r < rank, slots, max_rank, width, base, PAGED
-        )  # fmt: skip
+        starts = _row_starts(b_table, adapter, projection, r, r < rank, slots, max_rank)
         b_mask = (r < rank)[:, None] & inside[None, :]
         b_tile = tl.load(b + starts[:, None] + n[None, :], mask=b_mask, other=0.0)
         mine = tl.where((slot == adapter)[:, None] & (r < rank)[None, :], hidden, 0.0)
@@ -70,7 +68,7 @@ def base_kernel(
     """
     K = k8 * 8
     item = tl.program_id(0)
-    projection, first, y, stride, width, _ = _output(
+    projection, first, y, stride, width = _output(
         item // down, y0, y1, y2, s0, s1, s2, n0 * 8, n1 * 8, n2 * 8, P, BN
     )
     which = tl.zeros((BN,), dtype=tl.int32) + projection
@@ -115,9 +113,9 @@ def base_kernel(
 @triton.jit(do_not_specialize=["places", "slots", "max_rank", "M", "projection"])
 def many_rows_kernel(
     y_desc, x_desc, w_desc, bias, h, b, b_table, slot_of_row, counts, lists,
-    projection, before, places, slots, max_rank, M, n8, k8,
+    projection, places, slots, max_rank, M, n8, k8,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, CAPACITY: tl.constexpr, RANKS: tl.constexpr, PAGED: tl.constexpr,
+    PROGRAMS: tl.constexpr, CAPACITY: tl.constexpr, RANKS: tl.constexpr,
     HALVES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a projection of many rows (a prefill): h·Bᵀ is a few more steps of the sum.
@@ -150,9 +148,7 @@ def many_rows_kernel(
             gdc_wait()
         acc = _add_adapters(
             acc, h, b, b_table, slot_of_row, counts, lists, block, block * BM + tl.arange(0, BM),
-            M, n, n < N, projection, places, slots, max_rank, N,
-            tl.cast(before, tl.int64) * 8 * slots * max_rank,
-            CAPACITY, RANKS, PAGED, PRECISION,
+            M, n, n < N, projection, places, slots, max_rank, CAPACITY, RANKS, PRECISION,
         )  # fmt: skip
         if HALVES:
             # Two stores of half the width need half the staging memory: room for one more stage.

@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from itertools import product, starmap
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from valora_kernels.arrangements import ALL, ARRANGEMENTS, EXPAND, SHRINK, fits, refit
+from valora_kernels.arrangements import ALL, EXPAND, SHRINK, arrangements, fits
 from valora_kernels.atmm import launch
 from valora_kernels.gpus import Gpu, gpu_of
 from valora_kernels.launching import ALIGNMENT, expand, shrink
@@ -158,19 +159,19 @@ class Search:
         for case in self._new(group, cases):
             timed = partial(self._times, group, case, workload(group, case, most=192))
             sizes = (group, case.rows, case.adapters, self.table.gpu)
-            searches = [way.search for way in ARRANGEMENTS.values() if way.search is not None]
-            found = [pair for search in searches for pair in search(timed, *sizes)]
-            best = sorted(found, key=lambda pair: pair[0])[:4]
-            self._finish(group, case, timed, [tiling for _, tiling in best])
+            ways = arrangements().values()
+            best = sorted(
+                (pair for way in ways for pair in way.search(timed, *sizes)), key=itemgetter(0)
+            )
+            self._finish(group, case, timed, [tiling for _, tiling in best[:4]])
 
-    def derived(self, group: ProjectionGroup, like: ProjectionGroup, cases: Iterable[Case]) -> None:
-        """Try only the tilings that were the fastest in another group."""
+    def derived(self, group: ProjectionGroup, cases: Iterable[Case]) -> None:
+        """Try only the tilings that were the fastest for similar shapes."""
         table, plans = self.table, {}
         for case in self._new(group, cases):
             shape = group.shape(*case)
-            near = [table.entries[s] for _, s in table.neighbours(like.shape(*case), 8)]
-            near = [refit(one, like.in_features, group.in_features) for one in near]
-            plans[case] = [one for one in dict.fromkeys(near) if fits(one, shape, table.gpu)][:4]
+            near = dict.fromkeys(tiling for _, _, tiling in table.neighbours(shape, 8))
+            plans[case] = [one for one in near if fits(one, shape, table.gpu)][:4]
         self.compile(Job(group, ALL, t, case.first) for case in plans for t in plans[case])
         for case, tilings in plans.items():
             timed = partial(self._times, group, case, workload(group, case, most=192))
@@ -197,15 +198,14 @@ class Search:
                 calls = [call_of(step, tiling, work, one) for one in work.sets]
                 us = replay_times(calls, repeats=repeats, at_least=12)
                 found.append((float(np.median(us)), tiling))
-        return sorted(found, key=lambda pair: pair[0])
+        return sorted(found, key=itemgetter(0))
 
     def _finish(
         self, group: ProjectionGroup, case: Case, timed: Callable[..., Times], few: list[Tiling]
     ) -> None:
         shape = group.shape(*case)
-        for us, tiling in timed(ALL, few, 7)[:1]:
-            best = TilingTable(self.table.gpu, [(shape, tiling)], {shape: round(us, 2)})
-            self.table = self.table.joined(best)
+        for _, tiling in timed(ALL, few, 7)[:1]:
+            self.table = self.table.joined(TilingTable(self.table.gpu, [(shape, tiling)]))
             self.table.save(self.file)
         self.done += 1
         seconds = time.time() - self.started
@@ -305,9 +305,9 @@ def main() -> None:
     for rank in args.ranks:
         first = ProjectionGroup(*widths[0], rank)
         search.full(first, every)
-        search.derived(first, first, between)
+        search.derived(first, between)
         for others in widths[1:]:
-            search.derived(ProjectionGroup(*others, rank), first, some)
+            search.derived(ProjectionGroup(*others, rank), some)
         torch.cuda.empty_cache()
     table, seconds = known.joined(search.table), round(time.time() - search.started)
     table.save(output, torch=torch.__version__, seconds=seconds)

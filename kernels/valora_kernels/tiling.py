@@ -14,7 +14,7 @@ ROWS_TOGETHER = 128
 class Tiling:
     """One way to compute the LoRA operator; an arrangement ignores what it has no use for."""
 
-    arrangement: str  # see `arrangements.ARRANGEMENTS`
+    arrangement: str  # see `arrangements.arrangements`
     rows: int = 16  # batch rows per tile
     outputs: int = 64  # output columns per tile
     inputs: int = 128  # input columns that a shrinking program loads at a time
@@ -95,6 +95,4 @@ class Arrangement:
     launch: Callable[..., None]  # (tiling, ys, x, weights, batch, *, add), without checks
     memory: Callable[[Tiling, int], int]  # bytes of shared memory a program needs, for a rank
     programs: Callable[[Tiling, Shape], float]  # that the deciding kernel launches
-    # (timer, group, rows, adapters, gpu); None: tables cannot choose it, as shapes do not tell
-    # whether all rows have one adapter.
-    search: Callable[..., Times] | None = None
+    search: Callable[..., Times]  # (timer, group, rows, adapters, gpu)

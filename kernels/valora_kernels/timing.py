@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from valora_kernels.metadata import LoraBatch
-from valora_kernels.weights import LoraWeights, Tensors
+from valora_kernels.weights import LoraWeights, Tensors, contiguous_tables
 
 COLD_BYTES = 160 << 20
 """Bytes of other inputs between two uses of the same ones: more than twice an H200's L2 cache."""
@@ -92,6 +92,7 @@ class KernelWorkload:
         room = [-(-size // 128) * 128 for size in sizes]
         memory = torch.empty(copies, sum(room), dtype=dtype, device=device)
         memory.normal_(generator=torch.Generator(device).manual_seed(0))
+        tables = contiguous_tables(slots, max_rank, in_features, out_features, device)
         self.sets = []
         for copy in memory:
             a, b, x, y, w = (
@@ -100,7 +101,7 @@ class KernelWorkload:
             a *= in_features**-0.5
             b *= 0.1
             a = a.view(len(out_features), slots, max_rank, in_features)
-            weights = LoraWeights(in_features, tuple(out_features), slots, max_rank, a, b)
+            weights = LoraWeights(in_features, tuple(out_features), slots, max_rank, a, b, *tables)
             x = x.view(rows, in_features)
             if first:
                 y, w = y.view(rows, outputs), w.view(outputs, in_features)

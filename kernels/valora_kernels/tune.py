@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from valora_kernels.arrangements import ALL, default_tiling, fits, refit
+from valora_kernels.arrangements import ALL, default_tiling, fits
 from valora_kernels.lookup import TilingTable
 from valora_kernels.search import Job, call_of, cases_of, first_cases, run_once, workload
 from valora_kernels.timing import KernelWorkload, times_in_turn
@@ -227,11 +227,8 @@ def candidates(gpu: Gpu, like: TilingTable, shape: Shape) -> list[Tiling]:
     """The fastest tilings of similar shapes on another GPU, and the rules' own, that fit here."""
     ratio = like.gpu.processors / gpu.processors
     scaled = replace(shape, rows=max(round(shape.rows * ratio), round(shape.adapters)))
-    found = [
-        refit(like.entries[near], near.in_features, shape.in_features)
-        for _, near in (*like.neighbours(shape, NEAR), *like.neighbours(scaled, NEAR))
-    ]
-    found.append(default_tiling(shape))
+    near = (*like.neighbours(shape, NEAR), *like.neighbours(scaled, NEAR))
+    found = [*(tiling for _, _, tiling in near), default_tiling(shape)]
     fitting = [smaller for one in found if (smaller := _fitted(one, shape, gpu)) is not None]
     return list(dict.fromkeys(fitting))
 

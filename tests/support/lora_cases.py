@@ -73,6 +73,17 @@ def paged_weights(
     )  # fmt: skip
 
 
+def write_adapter(weights, slot, a, b):
+    """Write A [rank, in_features] and B [out_features[p], rank] of each p into a slot."""
+    for p, (one, two) in enumerate(zip(a, b, strict=True)):
+        for memory, table, value in (
+            (weights.a, weights.a_table, one), (weights.b, weights.b_table, two.T)
+        ):  # fmt: skip
+            starts = table[p, slot, : len(value), None]
+            places = starts + torch.arange(value.shape[1], device=memory.device)
+            memory.view(-1)[places] = value.to(memory)
+
+
 def draw_rows(rows, slots, popularity, rng):
     """Adapter of each row, interleaved."""
     if popularity == "distinct":
@@ -123,7 +134,7 @@ def make_case(
     a = [[normal(r, in_features, scale=in_features**-0.5) for _ in out_features] for r in ranks]
     b = [[normal(n, r, scale=r**-0.5) for n in out_features] for r in ranks]
     for slot in range(slots):
-        weights.write(slot, a[slot], b[slot])
+        write_adapter(weights, slot, a[slot], b[slot])
     adapters = draw_rows(rows, slots, popularity, rng)[:, None]
     coefficients = np.ones((rows, 1), dtype=np.int64)
     if terms == 2:  # mixture mode: every row takes out what adapter 0 merged

@@ -55,8 +55,6 @@ class Gpu:
     capability: tuple[int, int]
     table: Path | None = None  # JSON file of the tilings that were measured on it
     like: Gpu | None = None  # of the same chip: its tilings are used where none were measured
-    # Rank and rows from which, elements of y up to which, dense products are best for one adapter.
-    dense: tuple[int, int, int] | None = None
     lora_first_rows: int = 256  # from which on LoRA writes y and the base product adds to it
     projections: tuple[ProjectRule, ...] = ()  # base products with LoRA, else the library's
     products: tuple[ProjectRule, ...] = ()  # base products without LoRA
@@ -88,7 +86,6 @@ H200 = Gpu(  # all thresholds were measured on it, in bf16
     shared_memory=216 << 10,  # of 227 KB
     capability=(9, 0),
     table=_table("NVIDIA H200"),
-    dense=(96, 3072, 7 << 22),
     projections=(
         ProjectRule(
             ProjectTiling(128, 256, 64, 8, 3, fold=True),

@@ -292,7 +292,7 @@ def compile_ahead(cases: list[Case]) -> None:
             rank=max(16, 1 << (rank - 1).bit_length()),
             adapters=grouping.effective_adapters,
         )
-        jobs.append(Job(group, ALL, choose(gpu, shape).tiling))
+        jobs.append(Job(group, ALL, choose(gpu, shape)))
     search = Search(table_of(gpu), Path(os.devnull), multiprocessing.cpu_count() - 1)
     search.compile(jobs)
     if search.pool:

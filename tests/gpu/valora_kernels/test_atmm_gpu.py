@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,9 @@ import pytest
 import torch
 
 from tests.support.lora_cases import assert_near, make_case
-from valora_kernels.atmm import atmm, direct_choice, launch
+from valora_kernels.atmm import atmm, launch
 from valora_kernels.gpus import gpu_of
-from valora_kernels.lookup import LookupMode, choose
+from valora_kernels.lookup import choose, table_of
 from valora_kernels.merge import MergeableWeights
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.project import add_projection, linear
@@ -161,18 +162,6 @@ def test_a_product_without_lora(rows, width):
         assert_near(linear(x, w, b), want)
 
 
-def test_one_adapter_of_high_rank_by_dense_products():
-    case = make_case(
-        3100, [128], 512, (256, 512), dtype=torch.bfloat16, popularity="identical", device="cuda"
-    )
-    assert direct_choice(case.weights, case.batch) == Tiling("dense")
-    delta = case.scalings[0] * case.x.double()
-    out = [y.clone() for y in case.ys]
-    atmm(out, case.x, case.weights, case.batch)
-    for o, y, a, b in zip(out, case.ys, case.a[0], case.b[0], strict=True):
-        assert_near(o, y.double() + delta @ a.double().T @ b.double().T)
-
-
 def test_results_repeat_bit_for_bit():
     case = make_case(64, MIXED, 2048, (2048,), dtype=torch.bfloat16, device="cuda")
     found = []
@@ -276,8 +265,9 @@ def test_this_gpu_has_a_table():
     gpu = gpu_of(torch.device("cuda"))
     if gpu.table is None or not gpu.table.exists():
         pytest.skip(f"no table was measured for the {gpu.name}")
-    assert choose(gpu, Shape(4096, 4096, 1, 64, 64, 16.0)).mode is LookupMode.EXACT
-    assert choose(gpu, Shape(4096, 4096, 1, 64, 65, 16.0)).mode is LookupMode.NEAREST
+    shape = Shape(4096, 4096, 1, 64, 64, 16.0)
+    assert choose(gpu, shape) is table_of(gpu).entries[shape]
+    assert choose(gpu, replace(shape, rows=65)) in table_of(gpu).entries.values()
 
 
 def test_records_agree_with_the_driver():

@@ -10,13 +10,11 @@ from tests.bench.valora_kernels.operators.static import TILING as STATIC
 from tests.support.cases import others_slow
 from tests.support.lora_cases import DEVICE, assert_near, make_case, needs_triton
 from valora_kernels import launching
-from valora_kernels.atmm import atmm, direct_choice, launch
+from valora_kernels.atmm import atmm, launch
 from valora_kernels.launching import start
-from valora_kernels.lookup import LookupMode, TilingChoice
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
 from valora_kernels.tiling import Tiling
-from valora_kernels.weights import LoraWeights
 
 pytest.importorskip("triton")
 pytestmark = needs_triton
@@ -95,55 +93,6 @@ def test_large_ranks(name):
     check(case, Tiling(name, 16, 64, 64, 64, 64))
 
 
-@pytest.mark.parametrize("add", [True, False])
-def test_one_adapter_by_dense_products(add):
-    case = make_case(
-        33, [8, 24], 72, (64, 40), dtype=torch.float16, popularity="identical", device="cpu"
-    )
-    got = [y.clone() if add else torch.full_like(y, float("nan")) for y in case.ys]
-    launch(Tiling("dense"), got, case.x, case.weights, case.batch, add=add)
-    for one, other in zip(got, case.expected(add=add), strict=True):
-        assert_near(one, other)
-
-
-def test_dense_products_are_refused_for_other_batches():
-    mixed = make_case(9, [8, 24], 72, (64,), dtype=torch.float16, popularity="distinct")
-    with pytest.raises(ValueError, match="dense expected one adapter"):
-        atmm(mixed.ys, mixed.x, mixed.weights, mixed.batch, tiling=Tiling("dense"))
-
-
-def test_dense_products_are_for_one_adapter_and_many_rows():
-    def pays(
-        rows, ranks, popularity = "identical", add = True,
-        width = 24, coefficients = None, **options,
-    ):  # fmt: skip
-        case = make_case(
-            rows, ranks, 40, (width,), dtype=torch.float16, popularity=popularity, device="cpu",
-            **options,
-        )  # fmt: skip
-        if coefficients is not None:
-            case.batch.update(case.adapters, case.ranks, case.scalings, coefficients)
-        chosen = direct_choice(case.weights, case.batch, add=add)
-        assert chosen in (None, Tiling("dense"))
-        return chosen is not None
-
-    assert pays(3072, [8, 96])
-    assert not pays(3071, [8, 96])
-    assert not pays(3072, [96, 88])  # its own rank counts, not the largest
-    assert not pays(3072, [8, 96], width=9560)  # y is too large to be read once more
-    assert pays(1024, [136])
-    assert not pays(1023, [136])
-    assert pays(2048, [64], add=False)
-    assert not pays(2048, [64])
-    assert not pays(2047, [64], add=False)
-    assert not pays(2048, [56], add=False)
-    assert not pays(3072, [96, 96], "uniform")
-    assert not pays(3072, [96], "none")
-    assert not pays(3072, [96], paged=True)
-    assert not pays(3072, [96], terms=2)
-    assert not pays(3072, [96], coefficients=np.arange(3072)[:, None])
-
-
 def test_reference_is_the_formula():
     for paged in (False, True):
         case = make_case(
@@ -181,7 +130,7 @@ def test_a_tiling_that_does_not_fit_is_replaced(monkeypatch, caplog):
     monkeypatch.setattr(module, "use_triton", lambda _: True)
     monkeypatch.setattr(module, "launch", fits_only_small)
     large = Tiling("fused", 128, 128, 128, 0)
-    monkeypatch.setattr(module, "choose", lambda *_: TilingChoice(large, LookupMode.NEAREST))
+    monkeypatch.setattr(module, "choose", lambda *_: large)
     monkeypatch.setattr(module, "_instead", {})
     want = case.expected()
     with caplog.at_level("WARNING"):
@@ -304,19 +253,6 @@ def test_tensors_of_different_devices_are_refused():
     case = make_case(6, [8, 16], 32, (16,), dtype=torch.float16, device="cpu")
     with pytest.raises(ValueError, match="expected cpu, got meta"):
         atmm(case.ys, case.x.to("meta"), case.weights, case.batch)
-
-
-def test_adapters_that_do_not_fit_their_slot_are_refused():
-    weights = LoraWeights.contiguous(2, 8, 16, (24,), dtype=torch.float32, device="cpu")
-    a, b = torch.zeros(4, 16), torch.zeros(24, 4)
-    for slot, one, two in (
-        (2, [a], [b]),
-        (0, [a, a], [b, b]),
-        (0, [a.T], [b]),
-        (0, [torch.zeros(9, 16)], [torch.zeros(24, 9)]),
-    ):
-        with pytest.raises(ValueError, match=r"expected .* got "):
-            weights.write(slot, one, two)
 
 
 OVERFLOWS = [(1, float("inf")), (2, float("nan")), (2, 6e4)]

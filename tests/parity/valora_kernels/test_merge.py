@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from tests.support.lora_cases import DEVICE, needs_triton, paged_weights
+from tests.support.lora_cases import DEVICE, needs_triton, paged_weights, write_adapter
 from valora_kernels.merge import MergeableWeights, MergeTiling
 from valora_kernels.weights import LoraWeights
 
@@ -40,8 +40,8 @@ def make(dtype, paged=False):
     adapters = []
     for slot, r in enumerate(RANKS):
         mine = {n: (normal(r, i), normal(o, r)) for n, (o, i) in SHAPES.items()}
-        inputs.write(slot, [mine["q"][0], mine["k"][0]], [mine["q"][1], mine["k"][1]])
-        output.write(slot, [mine["o"][0]], [mine["o"][1]])
+        write_adapter(inputs, slot, [mine["q"][0], mine["k"][0]], [mine["q"][1], mine["k"][1]])
+        write_adapter(output, slot, [mine["o"][0]], [mine["o"][1]])
         adapters.append(mine)
     merged.bind({"q": (inputs, 0), "k": (inputs, 1), "o": (output, 0)})
     return merged, linears, base, adapters

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.support.cases import others_slow
-from tests.support.lora_cases import assert_near, make_case, needs_triton
+from tests.support.lora_cases import assert_near, make_case, needs_triton, write_adapter
 from valora_kernels import two_steps
 from valora_kernels.launching import power_of_two
 from valora_kernels.tiling import Tiling
@@ -28,11 +28,7 @@ def part(case, a, b):
         dtype=case.x.dtype, device=case.x.device,
     )  # fmt: skip
     for slot, (ones, others) in enumerate(zip(a, b, strict=True)):
-        for p, (one, other) in enumerate(zip(ones, others, strict=True)):
-            to_a, _ = found.rows_of(p, slot, len(one))
-            to_a.copy_(one)
-            _, to_b = found.rows_of(p, slot, other.shape[1])
-            to_b.copy_(other.T)
+        write_adapter(found, slot, ones, others)
     return found
 
 

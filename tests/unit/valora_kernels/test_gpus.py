@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tests.support.lora_cases import make_case
+from valora_kernels.arrangements import default_tiling
 from valora_kernels.atmm import shape_of, table_choice
 from valora_kernels.gpus import H100, H200, Gpu, gpu_of, recorded
-from valora_kernels.lookup import LookupMode, TilingTable, choose, using
+from valora_kernels.lookup import TilingTable, choose, using
 from valora_kernels.project import project_tiling
 from valora_kernels.tiling import Shape, Tiling
 
@@ -45,8 +46,8 @@ def test_a_record_of_another_package_decides_what_is_chosen(installed):
     with using(TilingTable(EXAMPLE, entries)):
         assert table_choice(case.weights, case.batch) == small
         # The nearest one does not fit into 48 KB; on an H200 it does.
-        assert choose(EXAMPLE, SHAPE).tiling.arrangement == "shrink_expand"
-    assert TilingTable(H200, entries).look_up(SHAPE).tiling == large
+        assert choose(EXAMPLE, SHAPE).arrangement == "shrink_expand"
+    assert TilingTable(H200, entries).look_up(SHAPE) == large
     assert project_tiling(EXAMPLE, 64, (4096,)) is None
     assert project_tiling(EXAMPLE, 4, (4096,), lora=False) is None
 
@@ -64,7 +65,6 @@ def test_a_gpu_without_a_record_is_read_from_the_driver(monkeypatch, caplog, cap
     assert (gpu.processors, gpu.shared_memory, gpu.capability) == (108, 152 << 10, capability)
     assert gpu.table is not None
     assert gpu.table.name == "nvidia_abacus_80gb.json"
-    assert gpu.dense == H200.dense
-    assert choose(gpu, SHAPE).mode is LookupMode.DEFAULT
+    assert choose(gpu, SHAPE) == default_tiling(SHAPE)
     # Our own base products need the shared memory of GPUs of compute capability 9 and 10.
     assert (project_tiling(gpu, 64, (4096,)) is not None) is (capability[0] == 9)

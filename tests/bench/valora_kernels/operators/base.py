@@ -83,27 +83,19 @@ def gathered(
     Args:
         weights: A and B of every adapter.
         projection: Which of the projections.
-        slots: [n] int64 on the device, 0 where there is no adapter.
-        ranks: [n] int32 on the device, 0 where there is no adapter.
+        slots: [n] int64 on the device; like `ranks` 0 where there is no adapter.
+        ranks: [n] int32 on the device.
         most: Rank rows of the result.
 
     Returns:
         A [n, most, in_features] and Bᵀ [n, most, out_features[projection]].
     """
-    width = weights.out_features[projection]
-    if weights.a_table is None or weights.b_table is None:
-        shape = (weights.slots, weights.max_rank)
-        start = weights.b_start(projection)
-        b_pool = weights.b[start : start + weights.slots * weights.max_rank * width]
-        a = weights.a.view(-1, *shape, weights.in_features)[projection, :, :most][slots]
-        b = b_pool.view(*shape, width)[:, :most][slots]
-    else:
-        # Then rank rows start at multiples of it, too.
-        step = ALIGNMENT if aligned(weights) else 1
-        tables = (weights.a_table, weights.b_table)
-        a_starts, b_starts = (table[projection, :, :most][slots] // step for table in tables)
-        a = _rows(weights.a, step, weights.in_features)[a_starts]
-        b = _rows(weights.b, step, width)[b_starts]
+    # Rank rows start at multiples of it, too.
+    step = ALIGNMENT if aligned(weights) else 1
+    tables = (weights.a_table, weights.b_table)
+    a_starts, b_starts = (table[projection, :, :most][slots] // step for table in tables)
+    a = _rows(weights.a, step, weights.in_features)[a_starts]
+    b = _rows(weights.b, step, weights.out_features[projection])[b_starts]
     absent = torch.arange(most, device=a.device) >= ranks[:, None]
     return a.masked_fill_(absent[..., None], 0), b.masked_fill_(absent[..., None], 0)
 

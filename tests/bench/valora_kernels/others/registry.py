@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+
     from valora_kernels.timing import Inputs, KernelWorkload
 
     Operators = dict[str, Callable[[Inputs], object]]
@@ -40,6 +42,13 @@ def operators(work: KernelWorkload) -> Operators:
                 text = (str(error).splitlines() or [""])[0]
                 missing[package] = f"{type(error).__name__}: {text}"
     return found
+
+
+def b_of(s: Inputs, projection: int) -> torch.Tensor:
+    """Bᵀ [slots, max_rank, out_features[projection]] of a workload, whose rows are contiguous."""
+    weights, rows = s.weights, s.weights.slots * s.weights.max_rank
+    part = weights.b.split([rows * width for width in weights.out_features])[projection]
+    return part.view(weights.slots, weights.max_rank, -1)
 
 
 def versions() -> str:

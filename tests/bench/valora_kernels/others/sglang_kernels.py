@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tests.bench.valora_kernels.others.registry import b_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -66,10 +68,8 @@ def operators(work: KernelWorkload) -> dict[str, Callable[[Inputs], object]]:
     kept: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     for s in work.sets:
         b = []
-        for p, n in enumerate(widths):
-            start = s.weights.b_start(p)
-            old = s.weights.b[start : start + slots * rank * n].view(slots, rank, n)
-            b.append(old.transpose(1, 2))
+        for p in range(len(widths)):
+            b.append(b_of(s, p).transpose(1, 2))
         a = torch.zeros(slots, len(widths) * rank, s.x.shape[1], dtype=s.x.dtype, device=device)
         for slot, own in enumerate(work.ranks):  # projections follow each other at its own rank
             mine = s.weights.a.view(len(widths), slots, rank, -1)[:, slot, :own]

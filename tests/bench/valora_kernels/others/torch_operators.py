@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tests.bench.valora_kernels.others.registry import b_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
@@ -31,11 +33,8 @@ def operators(work: KernelWorkload) -> dict[str, Callable[[Inputs], object]]:
     grouped = getattr(torch.nn.functional, "grouped_mm", None)
 
     def views(s: Inputs) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        weights = s.weights
         for p, y in enumerate(s.ys):
-            start, n = weights.b_start(p), weights.out_features[p]
-            b = weights.b[start : start + slots * rank * n].view(slots, rank, n)
-            yield y, weights.a[p], b
+            yield y, s.weights.a[p], b_of(s, p)
 
     def dense_mask(s: Inputs) -> None:
         for y, a, b in views(s):

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tests.bench.valora_kernels.others.registry import b_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,10 +29,8 @@ def operators(work: KernelWorkload) -> dict[str, Callable[[Inputs], object]]:
     def prepare(s: Inputs) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
         """A and B as it keeps them, with the scaling in B, and the outputs side by side."""
         a, b = [], []
-        for p, n in enumerate(s.weights.out_features):
-            start = s.weights.b_start(p)
-            old = s.weights.b[start : start + slots * rank * n].view(slots, rank, n)
-            scaled = (old.transpose(1, 2) * scalings[:, None, None]).to(s.x.dtype)
+        for p in range(len(s.weights.out_features)):
+            scaled = (b_of(s, p).transpose(1, 2) * scalings[:, None, None]).to(s.x.dtype)
             for slot, own in enumerate(work.ranks):
                 scaled[slot, :, own:] = 0  # it computes all adapters at the largest rank
             a.append(s.weights.a[p].view(slots, 1, rank, -1))

@@ -159,7 +159,7 @@ class DomainSettings(Section):
         prompt = self.prompt
         if task.prompt is not None and "{}" not in prompt:
             heads = kind.spec.detects or (kind.spec.choice and self.labels)
-            prompt = task.prompt if heads else prompt
+            prompt = task.prompt if kind is task.type and heads else prompt
         return replace(self, task=kind, of_teacher=share, prompt=prompt)
 
     def data(self) -> Source:
@@ -193,8 +193,8 @@ class TaskSettings(Section):
     of_teacher: ShareAboveZero | None = None
     stricter: dict[str, ShareAboveZero] = field(default_factory=dict)  # the same, by domain
     only: Names = field(default_factory=list)  # domains to fuse, in this order; empty: all
-    # One prompt for all domains that heads answer, in place of their own: those in one adapter then
-    # read one pass of the model, where an image is asked about several of them.
+    # One prompt for all domains of `type` that heads answer, in place of their own: those in one
+    # adapter then read one pass of the model, where an image is asked about several of them.
     prompt: Text | None = None
 
 

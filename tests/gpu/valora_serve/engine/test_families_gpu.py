@@ -1,6 +1,6 @@
 """Published shapes with random weights: the engine in bf16 against transformers and PEFT.
 
-SmolVLM2-500M, InternVL3-2B, Qwen2.5-VL-3B and Qwen3-VL-2B in all but the vocabulary.
+SmolVLM2-500M, InternVL3-2B, Qwen2.5-VL-3B, Qwen3-VL-2B and Gemma-3-4B in all but the vocabulary.
 """
 
 import gc
@@ -99,6 +99,25 @@ SHAPES = {
             "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
         },
         {"shortest_edge": 256**2, "longest_edge": 4096**2},
+    ),
+    "gemma3": (
+        {
+            "text_config": {
+                "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+                "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                "query_pre_attn_scalar": 256, "sliding_window": 1024,
+                "max_position_embeddings": 8192,
+                "layer_types": [
+                    "sliding_attention" if i % 6 < 5 else "full_attention" for i in range(34)
+                ],
+            },
+            "vision_config": tower(1152, 4304, 27, 896, 14) | {"num_attention_heads": 16},
+            "mm_tokens_per_image": 256,
+        },
+        {
+            "image_processor": {"size": {"height": 896, "width": 896}},
+            "image_seq_length": 256,
+        },
     ),
 }  # fmt: skip
 

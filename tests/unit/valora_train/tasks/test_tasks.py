@@ -167,3 +167,7 @@ def test_one_prompt_of_a_task_is_that_of_domains_with_heads(task, labels, own, f
     domain = DomainSettings(name="pet", labels=labels, prompt=own)
     for common, wanted in ((None, own), ("detect thing", found)):
         assert domain.resolved(TaskSettings(type=Task(task), prompt=common)).prompt == wanted
+    other = DomainSettings(
+        name="pet", task=Task("classification"), labels=["a", "b"], prompt="which"
+    )
+    assert other.resolved(TaskSettings(prompt="detect thing")).prompt == "which"

@@ -11,9 +11,8 @@ import asyncio
 import contextlib
 import secrets
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.files import UnreadableError, read_json
@@ -24,14 +23,13 @@ from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, 
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 
     from valora_serve.types import EngineClient, NewContext, ServedModel
 
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
 MAX_FILES = 20_000  # most files and folders in a bundle's folder
 CONTEXTS = "contexts"  # folder of the contexts made at run time, in the adapter folder
-T = TypeVar("T")
 
 
 class ServedSet:
@@ -101,7 +99,7 @@ class ServedSet:
 
     def _reserve_served(self) -> None:
         models = [model for model in self._engine.models() if model.name not in self._found]
-        bundles = {model.bundle.partition("@")[0] for model in models if model.bundle}
+        bundles = {_short(model.bundle) for model in models if model.bundle}
         self.reserve((*(model.name for model in models), *bundles, *(f"{b}/" for b in bundles)))
 
     async def _give_way(self, names: Collection[str]) -> None:
@@ -145,7 +143,9 @@ class ServedSet:
         elif kind == "adapter":
             late = name in self._state.decode_only
             await self._engine.load_adapter(name, folder, decode_only=late)
+            self._found.discard(name)
         else:
+            await self._give_way([name])
             await self._engine.load_context(name, folder)
 
     @contextlib.asynccontextmanager
@@ -162,8 +162,15 @@ class ServedSet:
             await self._follow(state)
 
     async def _follow(self, state: SavedState) -> None:
-        if state == self._state:
-            return
+        if state != self._state:
+            await self._move(state)
+            self._reserve_served()
+            await self._serve_waiting()
+
+    async def _move(
+        self, state: SavedState, make: Callable[[], Awaitable[None]] | None = None, *key: str
+    ) -> None:
+        """Serve what a state asks for; the kind and name of `key` in any case, if need be made."""
         served = self._served_bundles()
         self._given |= {n: path for n, path in served.items() if n not in self._state.bundles}
         old, new = self._wanted(self._state), self._wanted(state)
@@ -172,16 +179,13 @@ class ServedSet:
             if name in served if kind == "bundle" else self._served(name):
                 await self._engine.unload(kind, name)
         self.reserve(name for names in state.reserved.values() for name in names)
-        changed = [key for key, content in new.items() if old.get(key) != content]
-        for kind, name in sorted(changed, key=lambda key: KINDS.index(key[0])):
-            await self._give_way([name])
-            await self._load_again(kind, name)
-        self._reserve_served()
-        await self._serve_waiting()
+        changed = [one for one, content in new.items() if old.get(one) != content or one == key]
+        for kind, name in sorted(changed, key=lambda one: KINDS.index(one[0])):
+            await (self._load_again(kind, name) if make is None else make())
 
-    def _wanted(self, state: SavedState) -> dict[tuple[str, str], tuple[str | None, ...]]:
+    def _wanted(self, state: SavedState) -> dict[tuple[str, ...], tuple[str | None, ...]]:
         """What a state asks for, by kind and name; equal values are the same content."""
-        found: dict[tuple[str, str], tuple[str | None, ...]] = {
+        found: dict[tuple[str, ...], tuple[str | None, ...]] = {
             ("bundle", name): () for name in self._given if name not in state.unloaded
         }
         for kind in KINDS:
@@ -189,6 +193,52 @@ class ServedSet:
                 late = str(kind == "adapter" and name in state.decode_only)
                 found[kind, name] = path, state.sha256.get(f"{kind} {name}"), late
         return found
+
+    async def _change(
+        self,
+        kind: str,
+        name: str,
+        new: SavedState,
+        make: Callable[[], Awaitable[None]] | None = None,
+    ) -> list[ServedModel]:
+        """Record a change and make it: both, or neither; returns what is served of it then."""
+        what, old = f"{kind} {name}", self._state
+        self._reserve_served()
+        try:
+            draft = await asyncio.to_thread(self._file.draft, new, what)
+        except OSError as error:
+            raise self._unrecorded(what, error) from error
+        try:
+            await self._move(new, make, kind, name)
+        except BaseException:  # loading changes nothing if it fails
+            self._file.discard(draft)
+            self._state = old
+            raise
+        try:
+            await asyncio.to_thread(self._file.publish, draft)
+        except (OSError, errors.ServeError) as error:  # also of a replica that cannot serve it
+            self._file.discard(draft)
+            said = "nothing was changed"
+            try:
+                await self._move(old)
+            except ValoraError as failure:
+                logs.LOG.exception("%s: what was served before could not be loaded again", what)
+                said = f"what was served before could not be loaded again ({failure})"
+            if isinstance(error, OSError):
+                raise self._unrecorded(what, error, said) from error
+            raise
+        self._reserve_served()
+        await self._serve_waiting()
+        own = (lambda one: _short(one.bundle)) if kind == "bundle" else (lambda one: one.name)
+        return [one for one in self._engine.models() if own(one) == name]
+
+    def _unrecorded(
+        self, what: str, error: OSError, but: str = "nothing was changed"
+    ) -> errors.StorageError:
+        return errors.StorageError(
+            f"{what} could not be recorded in {self._file.path} ({error.strerror or error}), so "
+            f"{but}: {errors.disk_remedy(error)}, and try again"
+        )
 
     async def _serve_waiting(self) -> None:
         """Load the contexts whose adapter has come, unless they were forgotten or replaced."""
@@ -207,17 +257,10 @@ class ServedSet:
                 "unload it first, or set load_inplace to replace an adapter that was loaded at "
                 "run time",
             )  # fmt: skip
-            folder = await asyncio.to_thread(self._checked, "adapter", path)
-            new.adapters[name] = str(folder)
+            new.adapters[name] = str(await asyncio.to_thread(self._checked, "adapter", path))
             new.decode_only = [one for one in new.decode_only if one != name]
             new.decode_only += [name] * decode_only
-
-            async def load() -> ServedModel:
-                made = await self._engine.load_adapter(name, folder, decode_only=decode_only)
-                self._found.discard(name)
-                return made
-
-            return await self._changed("adapter", name, new, load)
+            return (await self._change("adapter", name, new))[0]
 
     def _check_free(self, kind: str, name: str, replace: bool, remedy: str) -> None:
         """Check that a name is free, or that of something which may be replaced."""
@@ -267,20 +310,19 @@ class ServedSet:
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; a `BusyError` if domains of a bundle use it."""
-        async with self._alone() as new:
-            await self._unload("adapter", name, new)
+        await self._unload("adapter", name)
 
-    async def _unload(self, kind: str, name: str, new: SavedState) -> str | None:
+    async def _unload(self, kind: str, name: str) -> str | None:
         """Unload an adapter or a context; its folder if it was recorded."""
-        served, folder = self._served(name), new.of(kind).pop(name, None)
-        unload = partial(self._engine.unload, kind, name)
-        if folder is None or (served is not None and served.bundle):
-            await unload()  # says what is wrong with the name
-            self._found.discard(name)
-            return None
-        new.decode_only = [one for one in new.decode_only if one != name or kind != "adapter"]
-        await self._changed(kind, name, new, unload if served else _nothing)
-        return folder
+        async with self._alone() as new:
+            folder = new.of(kind).pop(name, None)
+            if folder is None:
+                await self._engine.unload(kind, name)  # says what is wrong with the name
+                self._found.discard(name)
+                return None
+            new.decode_only = [one for one in new.decode_only if one != name or kind != "adapter"]
+            await self._change(kind, name, new)
+            return folder
 
     async def make_context(self, wanted: NewContext, *, replace: bool) -> ServedModel:
         """Make a context of a document and serve it; its files lie in the adapter folder."""
@@ -295,18 +337,17 @@ class ServedSet:
                 "delete it first, or set replace for a context that was made at run time",
             )  # fmt: skip
             folder = self._folder / CONTEXTS / f"{name}-{secrets.token_hex(4)}"
-            before, new.contexts[name] = new.contexts.get(name), str(folder)
+            unused, new.contexts[name] = new.contexts.get(name), str(folder)
 
-            async def make() -> ServedModel:
+            async def make() -> None:
                 await self._give_way([name])
                 try:
-                    return await self._engine.make_context(wanted, folder)
+                    await self._engine.make_context(wanted, folder)
                 except OSError as error:
                     raise self._unrecorded(f"context {name}", error) from error
 
-            unused = before
             try:
-                return await self._changed("context", name, new, make)
+                return (await self._change("context", name, new, make))[0]
             except BaseException:
                 unused = str(folder)
                 raise
@@ -316,117 +357,61 @@ class ServedSet:
 
     async def forget_context(self, name: str) -> None:
         """Forget a context that was made at run time, and delete its files."""
-        async with self._alone() as new:
-            folder = await self._unload("context", name, new)
-            if folder is None:
-                return
-            try:
-                place = await asyncio.to_thread(self._checked, "context", folder)
-                await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
-            except (
-                errors.AdapterError
-            ) as error:  # it is gone, or the adapter folder is another one now
-                logs.LOG.warning("the files of context %s are left where they are: %s", name, error)
+        if (folder := await self._unload("context", name)) is None:
+            return
+        try:
+            place = await asyncio.to_thread(self._checked, "context", folder)
+            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+        except errors.AdapterError as error:  # gone, or the adapter folder is another one now
+            logs.LOG.warning("the files of context %s are left where they are: %s", name, error)
 
     async def load_bundle(self, path: str) -> list[ServedModel]:
         """Load a bundle from the adapter folder and replay its golden examples."""
         async with self._alone() as new:
             folder = await asyncio.to_thread(self._checked, "bundle", path)
             names = await asyncio.to_thread(bundle_names, folder)
-            name, served = names[0], self._served_bundles()
+            name = names[0]
             new.reserved[name] = sorted({*new.reserved.get(name, ()), *names})
-            if name in served and name not in (*new.bundles, *new.unloaded):
+            if name in self._served_bundles() and name not in (*new.bundles, *new.unloaded):
                 new.unloaded.append(name)  # the command line's, which this one replaces
             new.bundles[name] = str(folder)
-            return await self._changed("bundle", name, new, partial(self._load_bundle, folder))
+            return await self._change("bundle", name, new)
 
     async def unload_bundle(self, name: str) -> None:
         """Unload a bundle with its domains."""
         async with self._alone() as new:
             known = {model.bundle for model in self._engine.models() if model.bundle}
-            short = name.partition("@")[0]
-            served = name in {item.partition("@")[0] for item in known} | known
-            if not served and (name != short or short not in new.bundles):
+            short = _short(name)
+            if name not in known | {*map(_short, known)} and (
+                name != short or short not in new.bundles
+            ):
                 listed = ", ".join(sorted(known)) or "none"
                 raise errors.UnknownModelError(
                     f"There is no bundle {name[:100]!a}: served are {listed}"
                 )
             if new.bundles.pop(short, None) is None and short not in new.unloaded:
                 new.unloaded.append(short)
-            unload = partial(self._engine.unload, "bundle", short) if served else _nothing
-            await self._changed("bundle", short, new, unload)
+            await self._change("bundle", short, new)
 
-    async def _changed(
-        self, kind: str, name: str, new: SavedState, act: Callable[[], Awaitable[T]]
-    ) -> T:
-        """Record a change and make it: both, or neither. `act` changes nothing if it raises."""
-        what, bundles = f"{kind} {name}", self._served_bundles()
-        recorded = self._served(name) is not None and name in self._state.of(kind)
-        self._reserve_served()
-        try:
-            draft = await asyncio.to_thread(self._file.draft, new, what)
-        except OSError as error:
-            raise self._unrecorded(what, error) from error
-        try:
-            made = await act()
-        except BaseException:
-            self._file.discard(draft)
-            raise
-        try:
-            await asyncio.to_thread(self._file.publish, draft)
-        except (OSError, errors.ServeError) as error:  # also of a replica that cannot serve it
-            self._file.discard(draft)
-            said = "nothing was changed"
-            try:
-                if kind == "bundle":
-                    await self._serve_bundle(name, bundles)
-                elif recorded:
-                    await self._load_again(kind, name)
-                elif self._served(name):
-                    await self._engine.unload(kind, name)
-            except ValoraError as failure:
-                logs.LOG.exception("%s: what was served before could not be loaded again", what)
-                said = f"what was served before could not be loaded again ({failure})"
-            if isinstance(error, OSError):
-                raise self._unrecorded(what, error, said) from error
-            raise
-        self._state = new
-        self._reserve_served()
-        await self._serve_waiting()
-        return made
-
-    def _unrecorded(
-        self, what: str, error: OSError, but: str = "nothing was changed"
-    ) -> errors.StorageError:
-        return errors.StorageError(
-            f"{what} could not be recorded in {self._file.path} ({error.strerror or error}), so "
-            f"{but}: {errors.disk_remedy(error)}, and try again"
-        )
-
-    async def _load_bundle(self, folder: Path) -> list[ServedModel]:
+    async def _load_bundle(self, folder: Path) -> None:
         """Load a bundle and replay its examples; the version before is served if they differ."""
-        before, names = self._served_bundles(), await asyncio.to_thread(bundle_names, folder)
-        await self._give_way(names)
-        made = await self._engine.load_bundle(folder)
+        name, *others = await asyncio.to_thread(bundle_names, folder)
+        before = self._served_bundles().get(name)
+        await self._give_way((name, *others))
+        await self._engine.load_bundle(folder)
         try:
             if self._replay is not None:
                 await self._replay(folder)
         except BaseException as error:
             try:
-                await self._serve_bundle(names[0], before)
+                await self._engine.unload("bundle", name)
+                if before is not None:
+                    await self._engine.load_bundle(before)
             except ValoraError as failure:
                 raise errors.AdapterError(
                     f"{error}; the version before it could not be loaded again: {failure}"
                 ) from error
             raise
-        return made
-
-    async def _serve_bundle(self, name: str, before: Mapping[str, Path]) -> None:
-        """Serve the version of a bundle that was served before, or none."""
-        if name in self._served_bundles():
-            await self._engine.unload("bundle", name)
-        if name in before:
-            await self._engine.load_bundle(before[name])
 
     def _served_bundles(self) -> dict[str, Path]:
         found: dict[str, Path] = {}
@@ -435,7 +420,7 @@ class ServedSet:
                 root = Path(model.root)
                 if model.kind != "domain":  # the adapter's own folder
                     root = next((p for p in root.parents if (p / MANIFEST).is_file()), root)
-                found[model.bundle.partition("@")[0]] = root
+                found[_short(model.bundle)] = root
         return found
 
     def _checked(self, kind: str, path: str) -> Path:
@@ -494,10 +479,6 @@ def check_folder(folder: Path) -> None:
         )
 
 
-async def _nothing() -> None:
-    pass
-
-
 def _check_adapter(folder: Path) -> None:
     for name in FILES:
         if not (folder / name).is_file():
@@ -523,6 +504,11 @@ def bundle_names(folder: Path) -> list[str]:
     own = (name if isinstance(name, str) else folder.name).partition("@")[0]
     listed = domains if isinstance(domains, dict | list) else ()
     return [own, f"{own}/", *(one for one in listed if isinstance(one, str))]
+
+
+def _short(bundle: str | None) -> str:
+    """Return the name of a bundle without its version."""
+    return (bundle or "").partition("@")[0]
 
 
 def _is_among(name: str, names: Collection[str]) -> bool:

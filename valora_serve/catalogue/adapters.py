@@ -165,33 +165,44 @@ class Adapter:
 
 def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
     """Read an adapter, and check that it will compute the same as under PEFT; or `AdapterError`."""
-    rules = _Rules(folder)
+    try:
+        return _read(folder, targets)
+    except ValueError as error:
+        raise AdapterError(f"adapter {folder}: {error}") from error
+
+
+def _read(folder: Path, targets: ModelTargets) -> Adapter:
+    rules = _Rules(_read_config(folder))
     tensors = _read_tensors(folder, targets)
-    score = _take_score(folder, rules, tensors)
+    score = _take_score(rules, tensors)
     found: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
     stored: dict[str, str] = {}
     for name, tensor in tensors.items():
         match = TENSOR.fullmatch(name)
-        path = None
-        if match is not None:
-            stored_path = match["path"].removeprefix(_PREFIX)
-            path = targets.find(stored_path)
-        if match is None or path is None:
-            raise _unmatched(folder, name, targets)
+        stored_path = "" if match is None else match["path"].removeprefix(_PREFIX)
+        if match is None or (path := targets.find(stored_path)) is None:
+            module = _END.sub("", name).rpartition(".")[2]
+            if module not in targets.others:
+                raise ValueError(
+                    f"tensor {name} matches no linear of the base model; use the base model that "
+                    "it was trained on"
+                )
+            raise ValueError(
+                f"tensor {name} changes {module}, of type {targets.others[module]}, and only "
+                "linear layers inside the language model, vision tower and projector can be "
+                f"adapted: {MERGE}, or train it again without {module}"
+            )
         pair = found.setdefault(path, {})
         if match["part"] in pair:
-            raise AdapterError(f"adapter {folder}: tensor {name} is stored twice; save it again")
+            raise ValueError(f"tensor {name} is stored twice; save it again")
         pair[match["part"]] = (name, tensor)
         stored[path] = stored_path
     if not found:
-        raise AdapterError(f"adapter {folder} holds no tensors: save it again")
-    try:
-        # Sorted, as files list tensors in any order: what was matched once is matched no more.
-        rules.match(tuple(sorted({*found, *stored.values()})))
-    except AdapterError as error:
-        raise AdapterError(f"adapter {folder}: {CONFIG} is damaged: {error}") from error
+        raise ValueError("it holds no tensors: save it again")
+    # Sorted, as files list tensors in any order: what was matched once is matched no more.
+    rules.match(tuple(sorted({*found, *stored.values()})))
     modules = {
-        path: _pair(folder, rules, (path, stored[path]), found[path], targets.linears[path])
+        path: _pair(rules, (path, stored[path]), found[path], targets.linears[path])
         for path in sorted(found, key=list(targets.linears).index)
     }
     scalings = Counter(pair.scaling for pair in modules.values() if pair.scaling)
@@ -207,20 +218,6 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
         content=_content(modules),
         vision_content=_content(vision) if vision else "",
         score=score,
-    )
-
-
-def _unmatched(folder: Path, name: str, targets: ModelTargets) -> AdapterError:
-    module = _END.sub("", name).rpartition(".")[2]
-    if module in targets.others:
-        return AdapterError(
-            f"adapter {folder}: tensor {name} changes {module}, of type {targets.others[module]}, "
-            "and only linear layers inside the language model, vision tower and projector can be "
-            f"adapted: {MERGE}, or train it again without {module}"
-        )
-    return AdapterError(
-        f"adapter {folder}: tensor {name} matches no linear of the base model; use the base model "
-        "that it was trained on"
     )
 
 
@@ -243,50 +240,41 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if option in HONOURED | WITHOUT_EFFECT or off or (option, value) == ("bias", "none"):
             continue
         remedy = REMEDIES.get(option, f"{MERGE}, or train it again without that option")
-        raise AdapterError(
-            f"adapter {folder}: option {shown(option)[1:-1]} = {shown(value)} cannot be served; "
-            f"{remedy}"
-        )
+        what = f"option {shown(option)[1:-1]} = {shown(value)}"
+        raise ValueError(f"{what} cannot be served; {remedy}")
     start = config.get("init_lora_weights")
     if isinstance(start, list | dict) or start not in KEEPS_BASE:
-        raise AdapterError(
-            f"adapter {folder}: init_lora_weights = {shown(start)} changed the base weights; "
-            "convert it with PEFT's path_initial_model_for_weight_conversion"
+        raise ValueError(
+            f"init_lora_weights = {shown(start)} changed the base weights; convert it with PEFT's "
+            "path_initial_model_for_weight_conversion"
         )
     return config
 
 
 def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor]:
-    file = folder / WEIGHTS
     # No adapter is larger: matrices of the largest rank for every linear, in 64 bits.
     most = HEADER_BYTES + 8 * MAX_RANK * sum(map(sum, targets.linears.values()))
     try:
         # Read, not mapped into memory: the file may be replaced while the engine runs.
-        tensors = read_safetensors(file, most)[1]
+        tensors = read_safetensors(folder / WEIGHTS, most)[1]
     except UnreadableError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            pickles = [p.name for p in (*folder.glob("*.bin"), *folder.glob("*.pt"))]
-            if pickles:
-                raise pickle_error(folder, pickles[0]) from error
-            raise AdapterError(
-                f"adapter {folder} holds no {WEIGHTS}: name the folder that does"
-            ) from error
+        absent = isinstance(error.__cause__, FileNotFoundError)
+        for pickle in (*folder.glob("*.bin"), *folder.glob("*.pt")) if absent else ():
+            raise pickle_error(folder, pickle.name) from error
+        if absent:
+            raise ValueError(f"it holds no {WEIGHTS}: name the folder that does") from error
         raise AdapterError(
-            f"{file} {error.reason}: copy it again, or save it as float32 or bfloat16"
+            f"{folder / WEIGHTS} {error.reason}: copy it again, or save it as float32 or bfloat16"
         ) from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            raise AdapterError(
-                f"adapter {folder}: tensor {name} has dtype {tensor.dtype}; save it as floats"
-            )
+            raise ValueError(f"tensor {name} has dtype {tensor.dtype}; save it as floats")
         if tensor.dtype.itemsize == 1:  # PyTorch computes nothing in 8 bits; bfloat16 holds them
             tensors[name] = tensor.to(torch.bfloat16)
     return tensors
 
 
-def _take_score(
-    folder: Path, rules: _Rules, tensors: dict[str, torch.Tensor]
-) -> torch.Tensor | None:
+def _take_score(rules: _Rules, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Take the output layer of transformers' sequence classifiers out of the tensors.
 
     Other modules that were trained whole, without LoRA (`modules_to_save`), are refused.
@@ -295,22 +283,19 @@ def _take_score(
     named = [name for name in tensors if name.removeprefix(_PREFIX) == "score.weight"]
     if len(named) == 1 and rules.task in (None, "SEQ_CLS"):
         score = tensors.pop(named[0])
-    whole = [
-        name for name in tensors
-        if ".lora_" not in name and any(f".{module}." in f".{name}" for module in saved)
-    ]  # fmt: skip
-    if whole:
-        raise AdapterError(
-            f"adapter {folder}: tensor {whole[0]} belongs to a module that was trained whole "
-            f"(modules_to_save = {shown(list(saved))}), which cannot be served; {MERGE}, or train "
-            "it again without that module"
-        )
+    for name in tensors:
+        if ".lora_" not in name and any(f".{module}." in f".{name}" for module in saved):
+            raise ValueError(
+                f"tensor {name} belongs to a module that was trained whole (modules_to_save = "
+                f"{shown(list(saved))}), which cannot be served; {MERGE}, or train it again "
+                "without that module"
+            )
     # PEFT lists both names of output layers for every classifier.
     absent = [name for name in saved if score is None or name not in ("classifier", "score")]
     if absent:
-        raise AdapterError(
-            f"adapter {folder}: modules_to_save = {shown(absent)} names modules that {WEIGHTS} "
-            f"does not hold; if they were not trained, remove the option from {CONFIG}"
+        raise ValueError(
+            f"modules_to_save = {shown(absent)} names modules that {WEIGHTS} does not hold; if "
+            f"they were not trained, remove the option from {CONFIG}"
         )
     return score
 
@@ -333,8 +318,8 @@ NUMBERS = (
 class _Rules:
     """What `adapter_config.json` says of modules, read as PEFT reads it; first `match` paths."""
 
-    def __init__(self, folder: Path) -> None:
-        self._config = config = _read_config(folder)
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._config = config
         try:
             if "r" not in config or "lora_alpha" not in config:
                 raise ValueError("expected r and lora_alpha")  # noqa: TRY301
@@ -362,9 +347,7 @@ class _Rules:
             self.saved = self._names("modules_to_save")
             expect(isinstance(self.saved, list), "modules_to_save", "a list of names", self.saved)
         except (TypeError, ValueError) as error:
-            raise AdapterError(
-                f"adapter {folder}: {CONFIG} is damaged: {error}; save the adapter again"
-            ) from error
+            raise ValueError(f"{CONFIG} is damaged: {error}; save the adapter again") from error
         self.task = config.get("task_type")
 
     def _names(self, option: str) -> Any:
@@ -385,7 +368,10 @@ class _Rules:
               if value and isinstance(value, str)),
         ]  # fmt: skip
         expressions = tuple(dict.fromkeys(wanted))
-        rows = match_all(expressions, paths)
+        try:
+            rows = match_all(expressions, paths)
+        except AdapterError as error:
+            raise ValueError(f"{CONFIG} is damaged: {error}") from error
         self._found = {
             expression: dict(zip(paths, row, strict=True))
             for expression, row in zip(expressions, rows, strict=True)
@@ -445,7 +431,6 @@ def _ends_with(path: str, pattern: str) -> bool:
 
 
 def _pair(
-    folder: Path,
     rules: _Rules,
     paths: tuple[str, str],
     tensors: dict[str, tuple[str, torch.Tensor]],
@@ -453,32 +438,30 @@ def _pair(
 ) -> LoraPair:
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]
-        raise AdapterError(f"adapter {folder}: {only} has no partner; save the adapter again")
+        raise ValueError(f"{only} has no partner; save the adapter again")
     if not any(rules.targeted(path) for path in paths):
-        raise AdapterError(
-            f"adapter {folder}: tensor {tensors['A'][0]} is of a module that target_modules does "
-            f"not name; correct its {CONFIG}"
+        raise ValueError(
+            f"tensor {tensors['A'][0]} is of a module that target_modules does not name; correct "
+            f"its {CONFIG}"
         )
     rank, alpha = (rules.number(option, general, paths) for option, general, *_ in NUMBERS)
     if rank > MAX_RANK:
-        raise AdapterError(
-            f"adapter {folder}: expected a rank of at most {MAX_RANK}, got {rank}; train it again"
-        )
+        raise ValueError(f"expected a rank of at most {MAX_RANK}, got {rank}; train it again")
     want = {"A": (rank, shape[1]), "B": (shape[0], rank)}
     for part, (name, tensor) in tensors.items():
         if tuple(tensor.shape) != want[part]:
-            raise AdapterError(
-                f"adapter {folder}: tensor {name}: expected shape {want[part]}, got "
-                f"{tuple(tensor.shape)}; use the base model that it was trained on"
+            raise ValueError(
+                f"tensor {name}: expected shape {want[part]}, got {tuple(tensor.shape)}; use the "
+                "base model that it was trained on"
             )
     scaling = alpha / math.sqrt(rank) if rules.rslora else alpha / rank
     if scaling and not SCALINGS[0] <= abs(scaling) <= SCALINGS[1]:
-        raise AdapterError(
-            f"adapter {folder}: lora_alpha {alpha:g} and rank {rank} give {paths[0]} the scaling "
-            f"{scaling:.3g}, expected {SCALINGS[0]:g} to {SCALINGS[1]:g}; correct its {CONFIG}"
+        raise ValueError(
+            f"lora_alpha {alpha:g} and rank {rank} give {paths[0]} the scaling {scaling:.3g}, "
+            f"expected {SCALINGS[0]:g} to {SCALINGS[1]:g}; correct its {CONFIG}"
         )
     pair = LoraPair(a=tensors["A"][1], b=tensors["B"][1], scaling=scaling)
-    _check_size(folder, pair, {part: name for part, (name, _) in tensors.items()})
+    _check_size(pair, {part: name for part, (name, _) in tensors.items()})
     return pair
 
 
@@ -487,7 +470,7 @@ def _largest_norm(tensor: torch.Tensor, axis: int, dtype: torch.dtype) -> float:
     return math.sqrt(float(tensor.to(dtype).square().sum(axis).max()))
 
 
-def _check_size(folder: Path, pair: LoraPair, names: Mapping[str, str]) -> None:
+def _check_size(pair: LoraPair, names: Mapping[str, str]) -> None:
     """Refuse matrices that are not finite, or that training can only have diverged to.
 
     By Cauchy and Schwarz, no entry of scaling · B·A exceeds |scaling| times the largest norm of a
@@ -503,15 +486,15 @@ def _check_size(folder: Path, pair: LoraPair, names: Mapping[str, str]) -> None:
                 what = "holds NaN or Inf"
                 if math.isfinite(largest):
                     what = f"reaches {largest:.3g}, which float32 cannot hold"
-                raise AdapterError(f"adapter {folder}: tensor {names[part]} {what}; train it again")
+                raise ValueError(f"tensor {names[part]} {what}; train it again")
         norms[part] = norm
     change = abs(pair.scaling) * norms["A"] * norms["B"]
     if change > MAX_CHANGE:
-        raise AdapterError(
-            f"adapter {folder}: tensor {names['B']} (rows up to {norms['B']:.3g}), its lora_A "
-            f"(columns up to {norms['A']:.3g}) and the scaling {pair.scaling:.3g} change weights "
-            f"by up to {change:.3g}, more than {MAX_CHANGE:g}: its training has diverged; train it "
-            "again with a smaller learning rate"
+        raise ValueError(
+            f"tensor {names['B']} (rows up to {norms['B']:.3g}), its lora_A (columns up to "
+            f"{norms['A']:.3g}) and the scaling {pair.scaling:.3g} change weights by up to "
+            f"{change:.3g}, more than {MAX_CHANGE:g}: its training has diverged; train it again "
+            "with a smaller learning rate"
         )
 
 

@@ -98,7 +98,6 @@ class Store:
         listed = ServedModel(name=base, kind="base", root=base, loaded_at=time.time())
         self._base = ResolvedModel(listed)
         self._named: dict[str, ResolvedModel] = {}
-        self._bundles: dict[str, frozenset[str]] = {}  # names that each bundle brought
 
     def base_hash(self) -> str:
         """Return the hash of the base model; BundleError if it has no weights."""
@@ -211,27 +210,38 @@ class Store:
             raise errors.AdapterError(
                 f"bundle {folder} cannot be read ({error}): copy it again"
             ) from error
+        except ValueError as error:
+            raise errors.AdapterError(f"bundle {folder}: {error}: export it again") from error
 
     def _stage(self, bundle: Bundle) -> Staged:
         if not bundle.adapters and not bundle.domains:
-            raise errors.AdapterError(f"bundle {bundle.folder} holds no domain: export it again")
-        loaded_at = time.time()
+            raise ValueError("it holds no domain")
+        loaded_at, golden = time.time(), _golden_examples(bundle)
         adapters: dict[str, Adapter] = {}
         listed: dict[str, ResolvedModel] = {}
+        encoders: list[ResolvedModel] = []
         for short, facts in bundle.adapters.items():
-            place = facts["path"]
             for file in (CONFIG, WEIGHTS):
-                _verified(bundle, f"{place}/{file}")
+                _verified(bundle, f"{facts['path']}/{file}")
             adapter, listed[short] = self._adapter(
-                f"{bundle.name}/{short}",
-                bundle.folder / place,
-                bundle=bundle,
-                decode_only=bool(facts.get("decode_only")),
-                loaded_at=loaded_at,
+                f"{bundle.name}/{short}", bundle.folder / facts["path"], bundle=bundle,
+                decode_only=bool(facts.get("decode_only")), loaded_at=loaded_at,
+            )  # fmt: skip
+            adapters[adapter.content] = adapter
+        for short, facts in bundle.encoders.items():
+            folder, tokens = bundle.folder / facts["path"], int(facts["tokens"])
+            for file in (CONFIG, WEIGHTS, ENCODER_FILE):
+                _verified(bundle, f"{facts['path']}/{file}")
+            adapter, target = self._adapter(
+                f"{bundle.name}/{short}", folder, bundle=bundle, encodes=tokens
             )
             adapters[adapter.content] = adapter
-        encoders = [self._encoder(bundle, *one, adapters) for one in bundle.encoders.items()]
-        golden = _golden_examples(bundle)
+            encoder = read_encoder(folder, self._config)
+            if len(encoder.queries) != tokens:
+                raise ValueError(
+                    f"encoder {short} makes {tokens} tokens, but has {len(encoder.queries)} queries"
+                )
+            encoders.append(replace(target, encoder=encoder))
         memories: dict[str, Memory] = {}
         contexts: dict[str, Context] = {}
         for name, entry in bundle.contexts.items():
@@ -250,24 +260,6 @@ class Store:
         targets = (*listed.values(), *encoders, *domains)
         return Staged(bundle.name, targets, adapters, bundle.folder, memories)
 
-    def _encoder(
-        self, bundle: Bundle, short: str, facts: dict[str, Any], adapters: dict[str, Adapter]
-    ) -> ResolvedModel:
-        folder = bundle.folder / facts["path"]
-        for file in (CONFIG, WEIGHTS, ENCODER_FILE):
-            _verified(bundle, f"{facts['path']}/{file}")
-        adapter, listed = self._adapter(
-            f"{bundle.name}/{short}", folder, bundle=bundle, encodes=int(facts["tokens"])
-        )
-        adapters[adapter.content] = adapter
-        encoder = read_encoder(folder, self._config)
-        if len(encoder.queries) != facts["tokens"]:
-            raise errors.AdapterError(
-                f"bundle {bundle.folder}: encoder {short} makes {facts['tokens']} tokens, but has "
-                f"{len(encoder.queries)} queries: export it again"
-            )
-        return replace(listed, encoder=encoder)
-
     def stage_context(self, name: str, folder: Path) -> Staged:
         """Read a context of `contexts.write_context`, without making it nameable; as above."""
         self._check_name(name)
@@ -275,16 +267,9 @@ class Store:
         context, memory = read_context(name, entry, folder, self.base_hash(), self._config)
         by = None if adapter is None else self.adapter_of(name, adapter)
         model = ServedModel(
-            name=name,
-            kind="domain",
-            root=str(folder),
-            **self._answered_by(by),
-            task=CONTEXT_TASK,
-            prompt="{}",
-            prompted=True,
-            **_about(context),
-            loaded_at=time.time(),
-        )
+            name=name, kind="domain", root=str(folder), **self._answered_by(by), task=CONTEXT_TASK,
+            prompt="{}", prompted=True, **_about(context), loaded_at=time.time(),
+        )  # fmt: skip
         used = None if by is None else by.adapter
         target = ResolvedModel(model, used, context=context)
         memories = {} if memory is None else {context.content: memory}
@@ -329,16 +314,14 @@ class Store:
         if facts.get("head"):
             head = read_head(_verified(bundle, facts["head"]), self._width).to(self._device)
             if labels and head.labels != labels:
-                raise errors.AdapterError(
-                    f"bundle {bundle.folder}: domain {name} has labels {shown(labels)}, its head "
-                    f"{shown(head.labels)}; export it again"
+                raise ValueError(
+                    f"domain {name} has labels {shown(labels)}, its head {shown(head.labels)}"
                 )
             head = head.configured(facts)
             if by is not None and by.model.decode_only and head.reads_visual:
-                raise errors.AdapterError(
-                    f"bundle {bundle.folder}: the head of domain {name} reads the images of the "
-                    "prompt, but its adapter is decode_only, so it changes nothing there: export "
-                    "it without decode_only"
+                raise ValueError(
+                    f"the head of domain {name} reads the images of the prompt, but its adapter is "
+                    "decode_only, so it changes nothing there"
                 )
         golden = [one for one in examples if one.get("domain") == name]
         rests = (one.get("rest") for one in golden)
@@ -346,28 +329,19 @@ class Store:
         if facts.get("media") == "text":
             counts.clear()
         accuracy = facts.get("accuracy") or {}
+        same = ("task", "metric", "required", "prompt", "media", "max_tokens")
+        taken: dict[str, Any] = {key: facts.get(key) for key in same}
         model = ServedModel(
-            name=name,
-            kind="domain",
-            root=str(bundle.folder),
-            **self._answered_by(by),
+            name=name, kind="domain", root=str(bundle.folder), **self._answered_by(by),
             head=None if head is None else head.kind,
             boxes=head is not None and head.finds_boxes,
-            task=facts.get("task"),
             labels=labels or (() if head is None else head.labels),
-            metric=facts.get("metric"),
-            accuracy=accuracy.get("test"),
-            required=facts.get("required"),
-            teacher=accuracy.get("teacher"),
-            prompt=facts.get("prompt"),
+            accuracy=accuracy.get("test"), teacher=accuracy.get("teacher"),
             prompted="{}" in str(facts.get("prompt")) or any("question" in one for one in golden),
-            media=facts.get("media"),
             images=counts.pop() if len(counts) == 1 else None,
-            max_tokens=facts.get("max_tokens"),
-            bundle=f"{bundle.name}@{bundle.version}",
-            **_about(context),
-            loaded_at=loaded_at,
-        )
+            bundle=f"{bundle.name}@{bundle.version}", **_about(context), loaded_at=loaded_at,
+            **taken,
+        )  # fmt: skip
         return ResolvedModel(model, None if by is None else by.adapter, head, context)
 
     def _answered_by(self, by: ResolvedModel | None) -> dict[str, Any]:
@@ -388,29 +362,23 @@ class Store:
     def check(self, staged: Staged) -> frozenset[str]:
         """Return the names that it replaces, of its own name; or `AdapterError`, if of another."""
         names = [target.model.name for target in staged.targets]
-        replaced: frozenset[str] = frozenset()
-        if staged.bundle in self._bundles:
-            replaced = self._bundles[staged.bundle]
-        elif staged.bundle is None and self._bundle_of(names[0]) is None:
-            replaced = frozenset(names)
-        doubled = [name for name in names if names.count(name) > 1]
-        taken = [name for name in names if name in self._named and name not in replaced]
-        if doubled or taken:
-            name = (doubled or taken)[0]
-            raise errors.AdapterError(
-                f"{staged.folder} brings {name}, a name that something else has: unload that "
-                "first, or rename it"
-            )
+        replaced = frozenset(
+            name for name in (self._named if staged.bundle else names)
+            if self._bundle_of(name) == staged.bundle
+        )  # fmt: skip
+        for name in names:
+            if names.count(name) > 1 or (name in self._named and name not in replaced):
+                raise errors.AdapterError(
+                    f"{staged.folder} brings {name}, a name that something else has: unload that "
+                    "first, or rename it"
+                )
         return replaced
 
     def commit(self, staged: Staged) -> list[ServedModel]:
         """Make what was staged nameable; AdapterError, and nothing has changed, as for `check`."""
-        names = [target.model.name for target in staged.targets]
         replaced = self.check(staged)
         kept = {name: target for name, target in self._named.items() if name not in replaced}
-        self._named = kept | dict(zip(names, staged.targets, strict=True))
-        if staged.bundle is not None:
-            self._bundles[staged.bundle] = frozenset(names)
+        self._named = kept | {target.model.name: target for target in staged.targets}
         return [target.model for target in staged.targets]
 
     def unregister(self, kind: str, name: str) -> list[ServedModel]:
@@ -419,33 +387,34 @@ class Store:
         A `BusyError` says that an adapter or a context belongs to a bundle.
         """
         if kind == "bundle":
-            short, _, version = name.partition("@")
-            names, known = self._bundles.get(short, frozenset()), list(self._bundles)
-            if version and name not in {self._named[one].model.bundle for one in names}:
-                names = frozenset()
+            bundles = {
+                key: (one.model.bundle, self._bundle_of(key)) for key, one in self._named.items()
+            }
+            names = {key for key, both in bundles.items() if name in both}
+            known = [short for _, short in bundles.values() if short]
         else:
-            short, known = name, list(self.contexts())
+            known = list(self.contexts())
             if kind == "adapter":
                 known = [model.name for model in self.models() if model.kind == "adapter"]
-            names = frozenset({name} & {*known})
+            names = {name} & {*known}
             if names and (bundle := self._bundle_of(name)) is not None:
                 raise errors.BusyError(
                     f"{kind} {name} belongs to bundle {bundle}: unload the bundle"
                 )
         if not names:
-            listed = ", ".join(known) or "none"
+            listed = ", ".join(dict.fromkeys(known)) or "none"
             raise errors.UnknownModelError(
                 f"no {kind} is named {shown(name)[1:-1]}: known are {listed}"
             )
         gone = [one.model for key, one in self._named.items() if key in names]
         # A new dict, as other threads may be iterating over the old one.
         self._named = {key: one for key, one in self._named.items() if key not in names}
-        self._bundles.pop(short if kind == "bundle" else "", None)
         return gone
 
     def _bundle_of(self, name: str) -> str | None:
         """Return the bundle that an adapter or domain belongs to, None for a plain adapter."""
-        return next((bundle for bundle, names in self._bundles.items() if name in names), None)
+        one = self._named.get(name)
+        return one.model.bundle.partition("@")[0] if one and one.model.bundle else None
 
 
 def _about(context: Context | None) -> dict[str, Any]:
@@ -466,8 +435,5 @@ def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:
 def _verified(bundle: Bundle, name: str) -> Path:
     """Return the path of a file, if the bundle's manifest has its sha256."""
     if name not in bundle.manifest["files"]:
-        raise errors.AdapterError(
-            f"bundle {bundle.folder} uses {shown(name)}, but its manifest has no sha256 of it: "
-            "export it again"
-        )
+        raise ValueError(f"it uses {shown(name)}, but its manifest has no sha256 of it")
     return bundle.folder / name

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -26,20 +25,10 @@ from valora_data.hashing import file_hash
 from valora_data.wording import plural
 from valora_serve.errors import SettingsError
 from valora_serve.pauses import short_pauses
-from valora_serve.predict import beside
+from valora_serve.predict import beside, records
 from valora_serve.predict.formats import WRITERS
-from valora_serve.predict.records import (
-    PREDICTIONS,
-    Prediction,
-    Results,
-    check_run,
-    read_predictions,
-    take_sample,
-)
-
-if TYPE_CHECKING:
-    from valora_serve.predict.run import Question
-    from valora_serve.types import EngineClient, ServedModel
+from valora_serve.predict.run import Question, answer_all, find_jobs
+from valora_serve.types import EngineClient, ServedModel
 
 _ABOUT = """\
 Answer every image or video of a folder with the domains of a bundle, without a server. An
@@ -98,25 +87,23 @@ def _parser() -> argparse.ArgumentParser:
 async def _run(options: argparse.Namespace) -> int:
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.engine.start import start_engine
-    from valora_serve.predict.run import Question
-    from valora_serve.server.loading import startup
+    from valora_serve.server.loading import golden, startup
+    from valora_serve.server.media.pool import shared_pool
 
-    began, console = time.monotonic(), Console(stderr=True)
-    formats = _split(options.format)
-    for name in formats:
-        WRITERS[name]  # an unknown one is refused before a model is loaded
+    began, console = time.monotonic(), Console(stderr=True, highlight=False)
+    # An unknown format is refused before a model is loaded.
+    writers = {name: WRITERS[name] for name in _split(options.format)}
     _check(options)
     named = [options.bundle] if options.bundle else []
     folders = startup.find_bundles(named, options.out / "downloads")
     facts = {
         "folder": str(options.folder.resolve()),
         "bundles": {str(folder): file_hash(folder / MANIFEST) for folder in folders},
-        "prompt": options.prompt,
-        "min_score": options.min_score,
-        "max_tokens": options.max_tokens,
+        **{name: getattr(options, name) for name in ("prompt", "min_score", "max_tokens")},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    check_run(options.out, facts)
+    records.check_run(options.out, facts)
+    small, failed = None, 0
     async with AsyncExitStack() as stack:
         if folders:
             settings = EngineSettings(
@@ -128,28 +115,29 @@ async def _run(options: argparse.Namespace) -> int:
             with console.status("Loading the model …"):
                 engine = await start_engine(startup.follow_bundles(settings, folders))
             stack.push_async_callback(engine.close)
-            models = await _load(engine, folders, golden=not options.no_golden)
+            models = []
+            for folder in folders:
+                models += [m for m in await engine.load_bundle(folder) if m.kind == "domain"]
+                if not options.no_golden:
+                    shared_pool().start()
+                    await golden.replay(engine, folder)
         else:
             os.nice(10)  # beside the server whose sample it is
-            models = take_sample(options.folder, options.out)
+            models = records.take_sample(options.folder, options.out)
         asked = _chosen(models, options, console)
-        small, failed = None, 0
         if options.beside:  # first, as it takes less time to fail
             small = beside.answers_of(options.beside, options.folder, asked[0], options.out)
         if folders:
-            question = Question(options.prompt, options.min_score, options.max_tokens)
             with short_pauses():
-                failed = await _answer(engine, asked, options, question, console)
-    used = list(dict.fromkeys(model.bundle or "" for model in asked))
-    results = Results(
-        options.out,
-        (options.folder if options.folder.is_dir() else options.folder.parent).resolve(),
-        ", ".join(used),
-        {model.name: model for model in asked},
+                failed = await _answer(engine, asked, options, console)
+    source = options.folder if options.folder.is_dir() else options.folder.parent
+    used = ", ".join(dict.fromkeys(model.bundle or "" for model in asked))
+    results = records.Results(
+        options.out, source.resolve(), used, {model.name: model for model in asked}
     )
     _summary(results, console)
-    for name in formats:
-        console.print(f"{name}: {WRITERS[name](results)}", highlight=False, soft_wrap=True)
+    for name, write in writers.items():
+        console.print(f"{name}: {write(results)}", soft_wrap=True)
     if small is not None:
         made = beside.compare(results.predictions(), small)
         if not made.images:
@@ -159,8 +147,8 @@ async def _run(options: argparse.Namespace) -> int:
             )
         page = beside.write(made, asked[0], results.source, options.out)
         text = f"beside {options.beside}: agreement {made.agreement:.3f} on "
-        console.print(f"{text}{plural(made.images, 'image')}: {page}", highlight=False)
-    console.print(f"took {time.monotonic() - began:.1f} s", highlight=False)
+        console.print(f"{text}{plural(made.images, 'image')}: {page}")
+    console.print(f"took {time.monotonic() - began:.1f} s")
     return 1 if failed else 0
 
 
@@ -185,21 +173,6 @@ def _check(options: argparse.Namespace) -> None:
         raise SettingsError(f"{options.folder} does not exist: check the path")
 
 
-async def _load(
-    engine: EngineClient, folders: Sequence[Path], *, golden: bool
-) -> list[ServedModel]:
-    from valora_serve.server.loading import golden as examples
-    from valora_serve.server.media.pool import shared_pool
-
-    found = []
-    for folder in folders:
-        found += [m for m in await engine.load_bundle(folder) if m.kind == "domain"]
-        if golden:
-            shared_pool().start()
-            await examples.replay(engine, folder)
-    return found
-
-
 def _chosen(
     models: Sequence[ServedModel], options: argparse.Namespace, console: Console
 ) -> list[ServedModel]:
@@ -216,7 +189,7 @@ def _chosen(
         asked = [model for model in asked if model.name not in silent]
         if silent:
             text = f"{', '.join(silent)} left out: they answer questions, which --prompt gives"
-            console.print(text, style="yellow", highlight=False)
+            console.print(text, style="yellow")
     if not asked:
         raise SettingsError("no domain is left to ask: name one with --domain, or give --prompt")
     return asked
@@ -226,55 +199,49 @@ async def _answer(
     engine: EngineClient,
     asked: Sequence[ServedModel],
     options: argparse.Namespace,
-    question: Question,
     console: Console,
 ) -> int:
-    """Answer what is left; returns the number of answers that failed."""
-    from valora_serve.predict.run import answer_all, find_jobs
-
-    done = {
-        (made.file, made.domain): made.version
-        for made in read_predictions(options.out / PREDICTIONS)
-        if made.error is None
-    }
+    """Answer what is left; return the number of answers that failed."""
+    path, failed = options.out / records.PREDICTIONS, 0
+    made = [one for one in records.read_predictions(path) if one.error is None]
+    done = {(one.file, one.domain): one.version for one in made}
     jobs, answered = find_jobs(options.folder, asked, done)
     if answered:
-        console.print(f"{plural(answered, 'answer')} of an earlier run kept", highlight=False)
+        console.print(f"{plural(answered, 'answer')} of an earlier run kept")
     if not jobs:
         return 0
-    failed, task = 0, asyncio.current_task()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     bars = Progress(
         "[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(),
         TimeRemainingColumn(), console=console,
     )  # fmt: skip
     try:
-        with bars as progress, (options.out / PREDICTIONS).open("ab") as file:
+        with bars as progress, path.open("ab") as file:
             bar = progress.add_task("answers", total=sum(len(job.domains) for job in jobs))
 
-            def note(made: Prediction) -> None:
+            def note(made: records.Prediction) -> None:
                 nonlocal failed
-                line = json.dumps(asdict(made), ensure_ascii=False)
-                file.write(line.encode() + b"\n")
+                file.write(json.dumps(asdict(made), ensure_ascii=False).encode() + b"\n")
                 file.flush()  # at once: a kill loses nothing
                 progress.advance(bar)
                 if made.error is not None:
                     failed += 1
                     text = f"{made.file}, {made.domain}: {made.error}"
-                    progress.console.print(text, style="yellow", markup=False, highlight=False)
+                    progress.console.print(text, style="yellow", markup=False)
 
+            question = Question(options.prompt, options.min_score, options.max_tokens)
             await answer_all(engine, jobs, question, note, options.at_once)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
     if failed:
         text = f"{plural(failed, 'answer')} failed; the next run tries them again"
-        console.print(text, style="yellow", highlight=False)
+        console.print(text, style="yellow")
     return failed
 
 
-def _summary(results: Results, console: Console) -> None:
+def _summary(results: records.Results, console: Console) -> None:
     answers: Counter[str] = Counter()
     labels: dict[str, Counter[str]] = {name: Counter() for name in results.domains}
     for made in results.predictions():

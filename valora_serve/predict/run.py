@@ -52,25 +52,21 @@ def find_jobs(
     `source` is a folder of images and videos, or one file; `done` has the version of each file that
     was answered, by (name of the file, domain).
     """
-    asked = {
-        "videos": tuple(model for model in domains if model.media == "video"),
-        "images": tuple(model for model in domains if model.media not in ("video", "text")),
-    }
-    ends = {"images": STILLS, "videos": SUFFIXES}
-    wanted = frozenset().union(*(ends[kind] for kind in ends if asked[kind]))
-    root, files = source, [source]
-    if source.is_dir():
-        files = files_below(source, wanted)
-    else:
-        root, files = source.parent, [one for one in files if one.suffix.lower() in wanted]
+    videos = tuple(model for model in domains if model.media == "video")
+    images = tuple(model for model in domains if model.media not in ("video", "text"))
+    kinds = [("images", STILLS)] * bool(images) + [("videos", SUFFIXES)] * bool(videos)
+    wanted = frozenset().union(*(suffixes for _, suffixes in kinds))
+    root, files = source, files_below(source, wanted)
+    if not source.is_dir():
+        root, files = source.parent, [source] * (source.suffix.lower() in wanted)
     if not files:
-        what = " or ".join(kind for kind in ("images", "videos") if asked[kind])
+        what = " or ".join(name for name, _ in kinds)
         raise SettingsError(f"{source} holds no {what}: check the path")
     jobs, answered = [], 0
     for path in files:
         name, facts = readable(path.relative_to(root).as_posix()), path.stat()
         version, video = (facts.st_size, facts.st_mtime_ns), path.suffix.lower() not in STILLS
-        able = asked["videos" if video else "images"]
+        able = videos if video else images
         left = tuple(model for model in able if done.get((name, model.name)) != version)
         answered += len(able) - len(left)
         if left:
@@ -102,17 +98,17 @@ async def answer_all(
 
 def _decoded(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Image] | str]]:
     """Each job with its images or frames, or with the reason why there are none."""
-    stills = [job for job in jobs if not job.video]
-    for job, image in ahead(stills, lambda job: load_image(job.path)):
+    for job, image in ahead(
+        [job for job in jobs if not job.video], lambda job: load_image(job.path)
+    ):
         try:
             yield job, [image.result()]
         except FaultError as error:
             yield job, error.text
     for job in jobs:
         if job.video:
-            frames = max(model.images or FRAMES for model in job.domains)
             try:
-                yield job, read_frames(job.path, frames)
+                yield job, read_frames(job.path, max(m.images or FRAMES for m in job.domains))
             except (FaultError, ValoraError) as error:
                 yield job, str(error)
 
@@ -151,10 +147,7 @@ def make_request(
     tokens = question.max_tokens or model.max_tokens
     return Request.about(
         content,
-        words if model.takes_words else None,
-        video=model.media == "video",
-        id=name,
-        model=model.name,
-        min_score=question.min_score,
+        words if model.takes_words else None, video=model.media == "video", id=name,
+        model=model.name, min_score=question.min_score,
         sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
-    )
+    )  # fmt: skip

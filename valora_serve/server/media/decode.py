@@ -55,28 +55,22 @@ class Limits:
 
     def check(self, what: str, width: int, height: int) -> None:
         """Refuse a size from a header, before anything is decoded."""
-        pixels = width * height
-        if width < 1 or height < 1:
-            raise ImageError(f"The {what} has {width} x {height} pixels: send another")
-        if pixels > self.pixels:
-            raise ImageError(
-                f"The {what} has {pixels} pixels, more than {self.pixels}: send a smaller one"
-            )
-        if what == "video" and self.frames * pixels > self.video_pixels:
-            raise ImageError(
-                f"The video's {self.frames} frames of {width} x {height} pixels have more than "
-                f"{self.video_pixels} pixels together: send a smaller one"
-            )
-        if max(width, height) > self.side:
-            raise ImageError(
-                f"The {what} has {width} x {height} pixels, and a side may have at most "
-                f"{self.side}: send a smaller one"
-            )
-        if max(width, height) > self.ratio * min(width, height):
-            raise ImageError(
-                f"The {what} has {width} x {height} pixels, and its longer side may be at most "
-                f"{self.ratio:g} times its shorter one: cut it into parts"
-            )
+        pixels, has = width * height, f"The {what} has {width} x {height} pixels"
+        smaller, longer = "send a smaller one", max(width, height)
+        for fits, said in (
+            (width > 0 and height > 0, f"{has}: send another"),
+            (pixels <= self.pixels,
+             f"The {what} has {pixels} pixels, more than {self.pixels}: {smaller}"),
+            (what != "video" or self.frames * pixels <= self.video_pixels,
+             f"The video's {self.frames} frames of {width} x {height} pixels have more than "
+             f"{self.video_pixels} pixels together: {smaller}"),
+            (longer <= self.side, f"{has}, and a side may have at most {self.side}: {smaller}"),
+            (longer <= self.ratio * min(width, height),
+             f"{has}, and its longer side may be at most {self.ratio:g} times its shorter one: "
+             "cut it into parts"),
+        ):  # fmt: skip
+            if not fits:
+                raise ImageError(said)
 
     def check_memory(self, what: str, width: int, height: int, size: int) -> None:
         """Refuse what takes too many bytes, before anything is decoded."""

@@ -12,9 +12,7 @@ import ipaddress
 import os
 import re
 import socket
-import stat
 import string
-from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from urllib.parse import quote, unquote, unquote_to_bytes, urlsplit
 import httpcore
 import httpx
 
+from valora_data.contract.files import UnreadableError, open_regular
 from valora_serve.errors import ImageError
 from valora_serve.server.settings import ServerSettings
 
@@ -33,13 +32,9 @@ _BASE64_CHARS = 1 << 16
 _STANDARD = bytes.maketrans(b"-_", b"+/")  # from the alphabet that is safe in URLs
 _SPACES = b" \t\n\f\r"
 _FETCH_FAILS = (
-    httpcore.NetworkError,
-    httpcore.TimeoutException,
-    httpcore.ProtocolError,
-    httpcore.UnsupportedProtocol,
-    OSError,
-    ValueError,
-)
+    httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol, OSError, ValueError,
+)  # fmt: skip
 _REDIRECT = {301, 302, 303, 307, 308}
 
 
@@ -152,12 +147,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         self._backend = httpcore.AnyIOBackend()
 
     async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
+        self, host: str, port: int, *more: Any, **options: Any
     ) -> httpcore.AsyncNetworkStream:
         loop = asyncio.get_running_loop()
         found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -167,9 +157,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
                 f"{host} has a private address, which this server does not fetch from: send the "
                 "data itself"
             )
-        return await self._backend.connect_tcp(
-            addresses[0], port, timeout, local_address, socket_options
-        )
+        return await self._backend.connect_tcp(addresses[0], port, *more, **options)
 
 
 def is_public(address: str) -> bool:
@@ -229,37 +217,19 @@ def _from_folder(folder: Path | None, url: str, most: int, what: str) -> bytes:
     outside = ImageError(f"The {what} is no file below the folder that this server may read")
     try:
         parts = urlsplit(url)
-        name = unquote(parts.path)
-        if parts.netloc.lower() not in ("", "localhost") or "\0" in name:
+        path = (folder / unquote(parts.path)).resolve()
+        if parts.netloc.lower() not in ("", "localhost") or not path.is_relative_to(folder):
             raise outside
-        inside = (folder / name).resolve().relative_to(folder).parts
-        descriptor = _open_below(folder, inside)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise outside from error
-    try:
-        facts = os.fstat(descriptor)
-        if not stat.S_ISREG(facts.st_mode):
-            raise outside
-        if facts.st_size > most:
-            raise too_large(what, most)
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
+        with open_regular(path, most=1 << 62) as file:
+            # A link that was put there meanwhile leads elsewhere.
+            opened = Path(f"/proc/self/fd/{file.fileno()}").readlink()
+            if not opened.is_relative_to(folder):
+                raise outside
+            if os.fstat(file.fileno()).st_size > most:
+                raise too_large(what, most)
             return file.read(most)
-    finally:
-        os.close(descriptor)
-
-
-def _open_below(folder: Path, parts: Sequence[str]) -> int:
-    """Open a file folder by folder, so that a link that is put there meanwhile is not followed."""
-    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    for number, part in enumerate(parts):
-        kind = 0 if number == len(parts) - 1 else os.O_DIRECTORY
-        try:
-            # O_NONBLOCK: opening a pipe would wait for its writer.
-            below = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | kind, dir_fd=at)
-        finally:
-            os.close(at)
-        at = below
-    return at
+    except (UnreadableError, OSError, ValueError, RuntimeError) as error:
+        raise outside from error
 
 
 def too_large(what: str, most: int) -> ImageError:

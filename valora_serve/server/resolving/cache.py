@@ -16,13 +16,14 @@ import shutil
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from valora_data.contract.files import UnreadableError, read_json
+from valora_data.hashing import file_hash
 from valora_serve import errors
 from valora_serve.server.resolving.base import FETCHED, FILES, WEIGHTS, Found, Resolver, Stream
 from valora_serve.server.telemetry import logs
@@ -49,19 +50,13 @@ class Entry:
         """Return whether it came from a resolver's place."""
         return (self.source, self.place) == (resolver.scheme, _hash_of(resolver.url))
 
-    def is_there(self) -> bool:
-        """Return whether its files are there, as long as they were fetched."""
-        try:
-            return sum((self.folder / file).stat().st_size for file in self.hashes) == self.bytes
-        except OSError:
-            return False
-
-    def is_whole(self) -> bool:
-        """Return whether its files are as they were fetched."""
-        try:
-            return _hashes_of(self.folder, self.hashes) == (self.hashes, self.bytes)
-        except OSError:
-            return False
+    def is_there(self, *, whole: bool = False) -> bool:
+        """Return whether its files are there, as long as they were fetched; or just as fetched."""
+        with contextlib.suppress(OSError):
+            files = {self.folder / file: sha256 for file, sha256 in self.hashes.items()}
+            if sum(file.stat().st_size for file in files) == self.bytes:
+                return not whole or all(file_hash(file) == sha for file, sha in files.items())
+        return False
 
 
 def lock_folder(folder: Path) -> FileLock:
@@ -117,12 +112,10 @@ class AdapterCache:
         """Return an adapter, and note that it is used; one that was damaged is deleted."""
         with self._lock:
             entry = self._entries.get(name)
-            if entry is None or not entry.is_from(resolver):
-                return None
-            if version not in (None, entry.version):
+            if not (entry and entry.is_from(resolver) and version in (None, entry.version)):
                 return None
             self._entries.move_to_end(name)
-        if not entry.is_whole():
+        if not entry.is_there(whole=True):
             logs.LOG.warning("adapter %s is damaged in the cache: it is fetched again", name)
             with self._lock:
                 if self._entries.get(name) is entry:
@@ -140,8 +133,7 @@ class AdapterCache:
         if sum(known) > self._adapter_bytes:
             raise self._too_large(name, f"{sum(known)}")
         room = sum(known) if len(known) == len(found.sizes) else self._adapter_bytes
-        digest = hashlib.sha256(f"{resolver.url}\0{name}\0{found.version}".encode())
-        place = self._folder / digest.hexdigest()[:24]
+        place = self._folder / _hash_of(f"{resolver.url}\0{name}\0{found.version}")[:24]
         self._reserve(room, name)
         partial = None
         try:
@@ -297,26 +289,14 @@ def _read_entry(place: Path) -> Entry | None:
     """Read an adapter of an earlier run; None if it is not as it was written."""
     try:
         facts = read_json(place / _ENTRY, 1 << 16)
-        name, source, of, version = (
-            str(facts[key]) for key in ("name", "source", "place", "version")
-        )
-        folder = place / name.rpartition("/")[2]
-        held = [file for file in FETCHED if file in FILES or file in facts["sha256"]]
-        hashes, size = _hashes_of(folder, held)
-        if hashes != facts["sha256"]:
+        hashes, folder = facts.pop("sha256"), place / facts["name"].rpartition("/")[2]
+        if not {*FILES} <= {*hashes} <= {*FETCHED}:
             return None
-    except (UnreadableError, OSError, KeyError, TypeError):
+        size = sum((folder / file).stat().st_size for file in hashes)
+        entry = Entry(**facts, bytes=size, hashes=hashes, folder=folder)
+    except (UnreadableError, OSError, KeyError, TypeError, AttributeError):
         return None
-    return Entry(name, source, of, version, size, hashes, folder)
-
-
-def _hashes_of(folder: Path, files: Iterable[str]) -> tuple[dict[str, str], int]:
-    hashes, size = {}, 0
-    for file in files:
-        with (folder / file).open("rb") as opened:
-            hashes[file] = hashlib.file_digest(opened, "sha256").hexdigest()
-            size += opened.tell()
-    return hashes, size
+    return entry if entry.is_there(whole=True) else None
 
 
 def _hash_of(url: str) -> str:

@@ -172,7 +172,7 @@ def test_an_attempt_that_was_given_up_harms_no_later_one(place):
     assert given_up.wait(20)
     entry = held.fetch(slow, "a", found, threading.Event())
     assert failed
-    assert entry.is_whole()
+    assert entry.is_there(whole=True)
     assert held.get("a", shelf, "1") == entry
     assert [item for item in place.iterdir() if item.is_dir()] == [entry.folder.parent]
 

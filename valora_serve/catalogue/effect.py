@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 
+from valora_serve.catalogue.adapters import Adapter
 from valora_serve.errors import AdapterError
-
-if TYPE_CHECKING:
-    from valora_serve.catalogue.adapters import Adapter
 
 LARGEST_SQUARED = 2.0**63
 """Norms square activations in fp32: what is larger overflows there, also in wider types."""

@@ -11,12 +11,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from valora_data.contract.base_model import base_hash
 from valora_data.contract.bundle import GOLDEN, Bundle, check_base, read_bundle
 from valora_data.contract.contexts import ENCODER_FILE, Encoder, Memory, read_encoder
 from valora_data.contract.files import read_json, shown
+from valora_data.contract.head import Head
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_serve import errors
@@ -24,11 +27,6 @@ from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTarge
 from valora_serve.catalogue.classifiers import make_classifier
 from valora_serve.catalogue.contexts import Context, read_context, read_facts
 from valora_serve.types import MAX_MIXED, MAX_WEIGHT, ServedModel
-
-if TYPE_CHECKING:
-    import torch
-
-    from valora_data.contract.head import Head
 
 CONTEXT_TASK = "context"  # task of contexts
 NAME_LENGTH = 256  # most characters of the name of an adapter or a domain

@@ -17,16 +17,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 from valora_data.schema import Box
 from valora_data.sources.formats.files import read_lines
 from valora_serve.errors import SettingsError
-
-if TYPE_CHECKING:
-    from valora_serve.predict.records import Prediction
-    from valora_serve.types import ServedModel
+from valora_serve.predict.records import Prediction
+from valora_serve.types import ServedModel
 
 PICTURES = 24  # shown, those that differ most
 _IOU = 0.5

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from valora_serve.errors import ForbiddenError
+from valora_serve.errors import ForbiddenError, ServeError
 
-if TYPE_CHECKING:
-    from valora_serve.errors import ServeError
-
-    F = TypeVar("F", bound=Callable[..., Any])
-
+F = TypeVar("F", bound=Callable[..., Any])
 JSON = "application/json"
 
 

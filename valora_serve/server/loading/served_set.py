@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import secrets
 import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.files import UnreadableError, read_json
@@ -21,12 +21,9 @@ from valora_serve import errors
 from valora_serve.server.loading.state_file import KINDS, SavedState, StateFile, check_content
 from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, leads_inside
 from valora_serve.server.telemetry import logs
+from valora_serve.types import EngineClient, NewContext, ServedModel
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-
-    from valora_serve.types import EngineClient, NewContext, ServedModel
-
+Make = Callable[[], Awaitable[None]]  # what serves something new, in place of loading it
 ARCHIVES = {".zip", ".tar", ".gz", ".tgz", ".bz2", ".xz", ".zst", ".7z"}
 MAX_FILES = 20_000  # most files and folders in a bundle's folder
 CONTEXTS = "contexts"  # folder of the contexts made at run time, in the adapter folder
@@ -167,9 +164,7 @@ class ServedSet:
             self._reserve_served()
             await self._serve_waiting()
 
-    async def _move(
-        self, state: SavedState, make: Callable[[], Awaitable[None]] | None = None, *key: str
-    ) -> None:
+    async def _move(self, state: SavedState, make: Make | None = None, *key: str) -> None:
         """Serve what a state asks for; the kind and name of `key` in any case, if need be made."""
         served = self._served_bundles()
         self._given |= {n: path for n, path in served.items() if n not in self._state.bundles}
@@ -195,11 +190,7 @@ class ServedSet:
         return found
 
     async def _change(
-        self,
-        kind: str,
-        name: str,
-        new: SavedState,
-        make: Callable[[], Awaitable[None]] | None = None,
+        self, kind: str, name: str, new: SavedState, make: Make | None = None
     ) -> list[ServedModel]:
         """Record a change and make it: both, or neither; returns what is served of it then."""
         what, old = f"{kind} {name}", self._state

@@ -12,29 +12,26 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fastapi import FastAPI
 from rich.table import Table
 
 from valora_data.contract.base_model import SHIPPED, SMOL
 from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.contract.files import expanded
 from valora_data.errors import BundleError
-from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.errors import SettingsError
 from valora_serve.server.app import create_app
 from valora_serve.server.loading import golden
 from valora_serve.server.loading.served_set import ServedSet, bundle_names
+from valora_serve.server.loading.state_file import StateFile
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
 from valora_serve.types import EngineClient, ServedModel
 
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-    from valora_serve.server.loading.state_file import StateFile
-    from valora_serve.server.settings import ServerSettings
-
 _REGISTRY = ("models:/", "runs:/", "mlflow-artifacts:/")
-_DOWNLOAD_SECONDS = 1800
+_SECONDS = 1800  # most that a download takes
 
 
 @dataclass(frozen=True)
@@ -54,18 +51,16 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
             found.append(_download(name, downloads))
             continue
         folder = expanded(name)
-        inside = (
-            sorted(item.parent for item in folder.glob(f"*/{MANIFEST}")) if folder.is_dir() else []
-        )
-        if (folder / MANIFEST).is_file():
-            found.append(folder)
-        elif inside:
+        inside = [folder] if (folder / MANIFEST).is_file() else []
+        if not inside and folder.is_dir():
             # In a folder of bundles, older versions (`name@1`) lie beside those to serve.
-            found += [item for item in inside if "@" not in item.name and item.name[0] != "."]
-        else:
+            several = sorted(item.parent for item in folder.glob(f"*/{MANIFEST}"))
+            inside = [item for item in several if "@" not in item.name and item.name[0] != "."]
+        if not inside:
             raise SettingsError(
                 f"{name} is no bundle: name a folder that holds {MANIFEST} (`make fuse` makes one)"
             )
+        found += inside
     return found
 
 
@@ -92,14 +87,12 @@ def _download(uri: str, downloads: Path) -> Path:
     place = tempfile.mkdtemp(dir=downloads)
     command = [sys.executable, "-m", "mlflow", "artifacts", "download", "-u", uri, "-d", place]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_DOWNLOAD_SECONDS
-        )
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired as error:
         raise SettingsError(f"{uri} cannot be fetched from MLflow within half an hour") from error
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-        raise SettingsError(f"{uri} cannot be fetched from MLflow: {reason}")
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise SettingsError(f"{uri} cannot be fetched from MLflow: {reason}") from error
     bundles = sorted(item.parent for item in Path(place).rglob(MANIFEST))
     if not bundles:
         raise SettingsError(f"{uri} holds no {MANIFEST}: name a bundle's model version")
@@ -116,8 +109,7 @@ async def load_all(
 ) -> Served:
     """Load the bundles of the command line, and those that an earlier run loaded at run time."""
     unloaded = served.read()
-    loaded = []
-    left_out = []
+    loaded, left_out = [], []
     for folder in bundles:
         names = await asyncio.to_thread(bundle_names, folder)
         name = names[0]
@@ -133,12 +125,7 @@ async def load_all(
     await warm_up()
     examples = sum([await golden.replay(engine, folder) for folder in loaded if replay])
     left_out += await served.restore()
-    models = engine.models()
-    names = [model.name for model in models]
-    if len(set(names)) < len(names):
-        doubled = next(name for name in names if names.count(name) > 1)
-        raise AdapterError(f"{doubled} is served twice: leave one of its bundles out")
-    return Served(models, examples, left_out)
+    return Served(engine.models(), examples, left_out)
 
 
 def tell_of_shares(shares: Iterable[str], what: str, known: Iterable[str]) -> None:
@@ -167,24 +154,14 @@ async def make_app(
 
 def table(served: Served) -> Table:
     """Table of the served models, for the terminal."""
-    from rich.table import Table
-
     shown = Table(title="Served", title_justify="left", header_style="bold")
     for column in ("name", "kind", "adapter", "rank", "answers by", "promised"):
         shown.add_column(column, justify="right" if column == "rank" else "left")
     for model in served.models:
-        promised = ""
-        if model.accuracy is not None:
-            promised = f"{model.metric} {model.accuracy:.3f}"
-            if model.required is not None:
-                promised += f" (required {model.required:.2f})"
+        promised = "" if model.accuracy is None else f"{model.metric} {model.accuracy:.3f}"
+        if model.accuracy is not None and model.required is not None:
+            promised += f" (required {model.required:.2f})"
+        adapter = (model.adapter or "none") if model.kind == "domain" else ""
         answers = f"{model.head} head" if model.head else "LM"
-        shown.add_row(
-            model.name,
-            model.kind,
-            (model.adapter or "none") if model.kind == "domain" else "",
-            str(model.rank or ""),
-            answers,
-            promised,
-        )
+        shown.add_row(model.name, model.kind, adapter, str(model.rank or ""), answers, promised)
     return shown

@@ -5,19 +5,16 @@ from __future__ import annotations
 import hashlib
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import Protocol
 
 from valora_serve.errors import pickle_error
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
-    from pathlib import Path
-
-    Look = Callable[[str], tuple[int | None, object] | None]
-    """Returns the size of a file, and what changes with its content."""
-
+Look = Callable[[str], tuple[int | None, object] | None]
+"""Returns the size of a file, and what changes with its content."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)  # files of an adapter in PEFT's format
 LABELS = "config.json"

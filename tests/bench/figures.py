@@ -47,7 +47,9 @@ FIGURES = {
     "systems-qwen": Figure(
         f"{SERVE}.bench_serve systems --base qwen2.5-vl-7b --systems dlora slora valora ours", 1
     ),
+    "merging": Figure(f"{SERVE}.bench_serve merging", 1),
     "kernels": Figure("tests.bench.valora_kernels.bench_atmm", 1),
+    "operators": Figure("tests.bench.valora_kernels.bench_operators", 1),
     "training": Figure("tests.bench.valora_train.bench_train", 1),
     "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel", 2),
     "replicas": Figure(

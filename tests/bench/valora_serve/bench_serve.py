@@ -354,6 +354,21 @@ def kernels(bench):
     table("A decode step by kernel", ["batch", "adapters", "kernel", "times", "ms"], rows)
 
 
+def merging(bench):
+    """S-LoRA's Figure 9: merged weights, one adapter after the other, beside unmerged batches."""
+    count, length, rows = 128, 256, []
+    names = bench.start("slora", 5, max_requests=count)
+    bench.warm(names)
+    for adapters, policy in product((1, 2, 5), ("merge_only", "unmerge_only", "cost")):
+        bench.policy(policy)
+        asked = [bench.request(i, length, 64, names[i % adapters]) for i in range(count)]
+        m = metrics(*bench.drive(asked))
+        rows.append([adapters, policy, m["requests"], m["ttft"]])
+        print(rows[-1], flush=True)
+    table(f"Merged and unmerged, {count} requests at once (rank 64 on {bench.adapted})",
+          ["adapters", "policy", "requests/s", "mean TTFT, ms"], rows)  # fmt: skip
+
+
 def heads(bench):
     """An answer by a head, beside the first token and the whole answer of the same prompt."""
     names = bench.start("slora", 16)
@@ -507,6 +522,7 @@ SECTIONS = {
         adapters,
         switch,
         heads,
+        merging,
         peft,
         ablation,
         switching,

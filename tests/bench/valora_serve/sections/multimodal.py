@@ -25,10 +25,10 @@ def bursty(rate, seconds, cv, seed):
     return times[times < seconds]
 
 
-def questions(bench, pictures, names, rate):
+def questions(bench, pictures, names, rate, share=0.6):
     """Questions about new pictures, most to one adapter, and the seconds at which they arrive."""
     times = bursty(rate, bench.arguments.window, 2.0, 3)
-    chosen = skewed(len(times), ADAPTERS, 0.6, 4)
+    chosen = skewed(len(times), ADAPTERS, share, 4)
     asked = [
         pictures.prepared(i, names[chosen[i]], [i], words=32, output=bench.arguments.answer)
         for i in range(len(times))

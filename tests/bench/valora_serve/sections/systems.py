@@ -1,6 +1,8 @@
-"""The papers' systems as wholes, on VaLoRA's workloads (Figure 14)."""
+"""The papers' systems as wholes, on VaLoRA's workloads (Figures 6, 14 and 22)."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import tests.bench.valora_kernels.operators  # noqa: F401 - registers those of the systems
 from tests.bench.valora_serve.harness import FEW, metrics, table
@@ -21,12 +23,15 @@ dLoRA switches matrix by matrix. All share this engine's attention, pages and gr
 and dLoRA have not; Punica's products are torch's, after its published gather.
 """
 STREAMS = 4
+SKEWED_RATE = 6.0
+"""Requests a second of the comparison by skewness."""
+PROMPTS = tuple(product((2, 4), (128, 1024)))
 
 
 def systems(bench):
-    """Average token latency of each system on visual retrieval and on video understanding."""
+    """Latency on visual retrieval, by skewness too, on video, and what unmerged prompts cost."""
     labels = tuple(f"action {i}" for i in range(101))
-    rows = []
+    rows, extra, skews = [], {}, {}
     for name in bench.arguments.systems:
         options, policy, heads = SYSTEMS[name]
         fresh = bench.started is None or bench.started[2] != FEW | options
@@ -36,8 +41,13 @@ def systems(bench):
             for i, adapter in enumerate(names):
                 add_head(bench.engine, f"actions-{i}", adapter, labels, seed=i)
         pictures = Pictures.of(bench)
+        extra.setdefault(options.get("operator", "ATMM"), unmerged(bench, names))
         bench.lmm.linears.by_matrix = name == "dlora"
         bench.policy(policy)
+        for share in bench.arguments.shares:
+            asked, times = questions(bench, pictures, names, SKEWED_RATE, share)
+            skews[name, share] = metrics(*bench.drive(asked, times))["atl"]
+            print(name, share, skews[name, share], flush=True)
         for rate in bench.arguments.picture_rates:
             asked, times = questions(bench, pictures, names, rate)
             bench.drive(asked[: len(asked) // 2])
@@ -55,6 +65,31 @@ def systems(bench):
           ["system", "workload", "average token latency, ms", "mean TTFT, ms", "p99 latency, ms"],
           rows)  # fmt: skip
     beside(bench.base, rows)
+    table(f"Average token latency, ms, at {SKEWED_RATE:g} questions/s by share of one adapter",
+          ["system", *(f"{share:.0%}" for share in bench.arguments.shares)],
+          [[name, *(skews[name, share] for share in bench.arguments.shares)]
+           for name in bench.arguments.systems])  # fmt: skip
+    table("Prompts of as many adapters, unmerged: ms beyond the base model's (share of it)",
+          ["operator", *(f"{count} × {length}" for count, length in PROMPTS)],
+          [[operator, *cells] for operator, cells in extra.items()])  # fmt: skip
+
+
+def unmerged(bench, names):
+    """What LoRA adds to prompts of two to four requests, each with an adapter of its own."""
+    bench.policy("unmerge_only")
+    cells = []
+    for count, length in PROMPTS:
+        base, own = (
+            min(
+                bench.drive([bench.request(100 * repeat + i, length, 1, model) for i, model in
+                             enumerate(models)])[1]
+                for repeat in range(6)
+            )
+            for models in ([None] * count, names[:count])
+        )  # fmt: skip
+        cells.append(f"{1e3 * (own - base):.3g} ({own / base - 1:.0%})")
+    print(cells, flush=True)
+    return cells
 
 
 def beside(base, rows):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from copy import deepcopy
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
 from valora_serve.errors import RequestError
 
-MAX_PARTS, DEEPEST = 30_000, 100
+DEEPEST = 100
 LARGEST = 9 * 10**18  # llguidance reads the integer part of bounds as 64 bits
 DIGITS = 15  # decimal digits that every float64 keeps
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -34,88 +36,91 @@ _FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}.*{_TIME}"}
 _KEPT = {*_FORMATS, "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 _ESCAPE = r"\\(?![xb]\{)(?:[bBcdDfnprPsStuvwWx]|[^a-zA-Z])"
 _CLASS = rf"\[\^?(?!\])(?:{_ESCAPE}|(?!&&|--|~~)[^\[\]\\])*\]"
-_SAME = re.compile(rf"{_ESCAPE}|{_CLASS}|\((?!\?)|\(\?:|[^\\\[(.]|(\.)", re.DOTALL)
-"""A part of a pattern that ECMA-262 and llguidance read alike, but for the dot."""
+_PART = re.compile(
+    rf"{_ESCAPE}|{_CLASS}|\((?!\?)|\(\?:|[^\\\[(.]|(?P<dot>\.)|(?P<other>.)", re.DOTALL
+)
 
 
 def prepare(schema: Any, *, strict: bool = False) -> Any:
     """Return a copy of a JSON schema to compile, whose answers all satisfy the schema."""
     if not isinstance(schema, dict | bool):
         raise RequestError("The JSON schema is wrong: expected an object or a bool")
-    objects: list[dict[str, Any]] = []
-    made = _tightened(schema, "", 0, objects, [0])
-    if made is False:
+    if schema is False:
         raise RequestError("No answer satisfies the JSON schema: allow for at least one")
-    if strict and not any(map(_together, objects)):
-        for node in objects:
-            kinds = node.get("type", ())
-            named = "properties" in node or "object" in (
-                [kinds] if isinstance(kinds, str) else kinds
-            )
-            if named and not node.keys() & _JOINED:
+    made = deepcopy(schema)
+    nodes = list(_nodes(made))
+    for node in nodes:
+        _tighten(node)
+    if strict and not any(map(_together, nodes)):
+        for node in nodes:
+            kinds = node.get("type")
+            kinds = kinds if isinstance(kinds, list) else [kinds]
+            if ("properties" in node or "object" in kinds) and not node.keys() & _JOINED:
                 node.setdefault("additionalProperties", False)
     return made
 
 
+def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
+    """The objects of a schema that are schemas themselves."""
+    left = [(schema, 0)]
+    while left:
+        part, depth = left.pop()
+        if depth > DEEPEST:
+            raise RequestError(f"The JSON schema has more than {DEEPEST} levels: simplify it")
+        if isinstance(part, list):
+            left += [(one, depth + 1) for one in part]
+        elif isinstance(part, dict):
+            yield part
+            for name, inner in part.items():
+                if name in _NAMED and isinstance(inner, dict):
+                    left += [(one, depth + 2) for one in inner.values()]
+                elif name not in _DATA:
+                    left.append((inner, depth + 1))
+
+
 def _together(node: dict[str, Any]) -> bool:
-    parts, joined = node.get("allOf", ()), node.keys() & _JOINED
-    return len(joined) > 1 or len(parts) > 1 or bool(joined and "properties" in node)
+    """Whether several schemas name the properties of one object."""
+    joined = node.keys() & _JOINED
+    return (
+        len(joined) > 1 or len(node.get("allOf", ())) > 1 or bool(joined and "properties" in node)
+    )
 
 
-def _tightened(part: Any, key: str, depth: int, objects: list[Any], count: list[int]) -> Any:
-    """Return a tightened copy of what a schema has under a key; schemas are added to `objects`."""
-    count[0] += 1
-    if depth > DEEPEST or count[0] > MAX_PARTS:
-        most = f"{DEEPEST} levels" if depth > DEEPEST else f"{MAX_PARTS} parts"
-        raise RequestError(f"The JSON schema has more than {most}: simplify it")
-    if isinstance(part, list):
-        return [_tightened(one, "", depth + 1, objects, count) for one in part]
-    if not isinstance(part, dict):
-        return part
-    made = {
-        name: inner if name in _DATA and key not in _NAMED
-        else _tightened(inner, "" if key in _NAMED else name, depth + 1, objects, count)
-        for name, inner in part.items()
-    }  # fmt: skip
-    if key in _NAMED:
-        return made
-    objects.append(made)
-    _check_constants([made.get("const"), made.get("enum")])
-    if isinstance(pattern := made.get("pattern"), str):
-        made["pattern"] = _pattern(pattern)
-    if made.get("uniqueItems") is False:
-        del made["uniqueItems"]
-    form = made.get("format")
+def _tighten(node: dict[str, Any]) -> None:
+    _check_constants([node.get("const"), node.get("enum")])
+    if isinstance(pattern := node.get("pattern"), str):
+        node["pattern"] = _PART.sub(_same, pattern)
+    if node.get("uniqueItems") is False:
+        del node["uniqueItems"]
+    form = node.get("format")
     if isinstance(form, str) and form in _FORMATS:
-        made["allOf"] = [*made.get("allOf", ()), {"pattern": _FORMATS[form]}]
+        node["allOf"] = [*node.get("allOf", ()), {"pattern": _FORMATS[form]}]
     elif isinstance(form, str) and form not in _KEPT:
-        del made["format"]
-    _tighten_numbers(made)
-    return made
+        del node["format"]
+    _tighten_numbers(node)
 
 
-def _tighten_numbers(made: dict[str, Any]) -> None:
-    for key, other, up in (
-        ("minimum", "exclusiveMinimum", True), ("maximum", "exclusiveMaximum", False),
+def _tighten_numbers(node: dict[str, Any]) -> None:
+    for key, beyond, grid, outermost in (
+        ("minimum", "exclusiveMinimum", _LOWER, max), ("maximum", "exclusiveMaximum", _UPPER, min),
     ):  # fmt: skip
-        given = ((made.pop(key, None), False), (made.pop(other, None), True))
-        found = [_inwards(value, up, beyond) for value, beyond in given if value is not None]
-        if found:
-            made[key] = max(found) if up else min(found)
-    if (step := made.get("multipleOf")) is not None:
+        given = ((node.pop(key, None), False), (node.pop(beyond, None), True))
+        if found := [_inwards(*one, grid) for one in given if one[0] is not None]:
+            node[key] = outermost(found)
+    if (step := node.get("multipleOf")) is not None:
         exact = _number(step)
         _, digits, exponent = exact.normalize().as_tuple()
         if exact <= 0 or len(digits) > 4 or not -4 <= int(exponent) <= 4:
             raise _lost("multipleOf", step, "use up to 4 digits and 4 decimals")
-        if made.get("type") != "integer":  # with a fraction, float64 holds 15 digits
+        if node.get("type") != "integer":  # with a fraction, float64 holds 15 digits
             limit = 10 ** (DIGITS if exact == exact.to_integral_value() else DIGITS - 4)
-            made["minimum"] = max(made.get("minimum", -limit), -limit)
-            made["maximum"] = min(made.get("maximum", limit), limit)
+            node["minimum"] = max(node.get("minimum", -limit), -limit)
+            node["maximum"] = min(node.get("maximum", limit), limit)
 
 
-def _inwards(bound: Any, up: bool, beyond: bool) -> int | float:
-    """The outermost number that satisfies a bound (`up`: a lower one) and can be kept."""
-    exact, grid = _number(bound), _LOWER if up else _UPPER
+def _inwards(bound: Any, beyond: bool, grid: Context) -> int | float:
+    """The outermost number of a grid that satisfies a bound."""
+    exact, up = _number(bound), grid is _LOWER
     found = grid.create_decimal(exact)
     if beyond and found == exact:
         found = grid.next_plus(found) if up else grid.next_minus(found)
@@ -139,23 +144,16 @@ def _check_constants(value: Any) -> None:
             _check_constants(item)
     elif isinstance(value, int | float):
         digits, exponent = Decimal(repr(float(value))).normalize().as_tuple()[1:]
-        if (
-            len(digits) > DIGITS + isinstance(value, int)
-            or abs(value) > 2**53
-            or int(exponent) < -30
-        ):
+        long = len(digits) > DIGITS + isinstance(value, int)
+        if long or abs(value) > 2**53 or int(exponent) < -30:
             raise _lost("constant", value, f"use a text, or a number of up to {DIGITS} digits")
 
 
-def _pattern(pattern: str) -> str:
-    """A pattern whose meaning in JSON Schema (ECMA-262) and in llguidance agree."""
-    made, at = "", 0
-    while at < len(pattern):
-        if (found := _SAME.match(pattern, at)) is None:
-            raise _lost("pattern", pattern[at : at + 4], "write it in another way")
-        made += r"[^\n\r\u2028\u2029]" if found[1] else found[0]
-        at = found.end()
-    return made
+def _same(part: re.Match[str]) -> str:
+    """A part of a pattern whose meaning in JSON Schema (ECMA-262) and in llguidance agree."""
+    if part["other"]:
+        raise _lost("pattern", part.string[part.start() :][:4], "write it in another way")
+    return r"[^\n\r\u2028\u2029]" if part["dot"] else part[0]
 
 
 def _lost(what: str, value: Any, remedy: str) -> RequestError:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,10 +21,6 @@ from valora_serve.server.telemetry.spans import Tracer
 from valora_serve.types import EngineClient, Finish, Output, Request, ServedModel, Times
 
 T = TypeVar("T")
-AT_ONCE = 128
-"""Most requests of one HTTP request that the engine has at a time: a thousand that are begun, or
-end, together hold up the event loop for a third of a second."""
-MIN_DEADLINE = 0.001  # seconds
 NAMED = 20  # names that an error lists
 
 
@@ -122,11 +117,11 @@ class Service:
         return self._admission.deadline(name, wanted)
 
     @contextlib.contextmanager
-    def admitted(self, model: ServedModel, deadline: float | None, count: int) -> Iterator[Ticket]:
-        """Context in which `count` requests count as admitted."""
+    def admitted(self, model: ServedModel, requests: Sequence[Request]) -> Iterator[Ticket]:
+        """Context in which requests to a model count as admitted."""
         if not self.engine.healthy:
             raise StoppedError("The engine has stopped: see the server's log")
-        client = self._client(model)
+        client, count, deadline = self._client(model), len(requests), requests[0].deadline
         self._admission.enter(model.name, self.engine.stats().running, deadline, count, client)
         ticket = Ticket(self._admission, model, count, client)
         try:
@@ -213,9 +208,10 @@ class Service:
                 yield output
 
         async def answer(ticket: Ticket, request: Request) -> Output | ServeError:
-            asking = self.ask(ticket, request, headers, stream=False, answering=replayed(request))
+            replay = replayed(request)
             try:
-                return await _whole(asking)
+                asking = self.ask(ticket, request, headers, stream=False, answering=replay)
+                return joined([output async for output in asking])
             except ServeError as error:
                 return error
 
@@ -225,35 +221,6 @@ class Service:
         finally:
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
-
-    async def ask_all(
-        self, ticket: Ticket, requests: Sequence[Request], headers: Mapping[str, str]
-    ) -> list[Output]:
-        """Answers to several requests, of which many run at once; all end if one fails."""
-        arrived = time.monotonic()
-
-        async def answer(request: Request) -> Output:
-            if request.deadline is not None:
-                left = request.deadline - (time.monotonic() - arrived)
-                request = dataclasses.replace(request, deadline=max(left, MIN_DEADLINE))
-            return await _whole(self.ask(ticket, request, headers, stream=False))
-
-        return await gathered(*map(answer, requests), at_once=AT_ONCE)
-
-    @staticmethod
-    def numbered(request: Request, count: int) -> list[Request]:
-        """`count` copies of a request, each with its own id and seed."""
-        if count == 1:
-            return [request]
-        sampling, made = request.sampling, []
-        for number in range(count):
-            seed = sampling.seed
-            if seed is not None and number:  # not that of any other seed's choice
-                digest = blake2b(b"%d|%d" % (seed, number), digest_size=8).digest()
-                seed = int.from_bytes(digest, signed=True)
-            one = dataclasses.replace(sampling, seed=seed)
-            made.append(dataclasses.replace(request, id=f"{request.id}-{number}", sampling=one))
-        return made
 
 
 def without_folder(model: ServedModel) -> ServedModel:
@@ -306,45 +273,14 @@ class Ticket:
             self.leave(None)
 
 
-async def _whole(asking: AsyncGenerator[Output, None]) -> Output:
+def joined(outputs: Sequence[Output]) -> Output:
     """The outputs of an answer as one."""
-    async with contextlib.aclosing(asking) as outputs:
-        found = [output async for output in outputs]
     return dataclasses.replace(
-        found[-1],
-        text="".join(one.text for one in found),
-        logprobs=tuple(item for one in found for item in one.logprobs),
-        prompt=next((one.prompt for one in found if one.prompt is not None), None),
+        outputs[-1],
+        text="".join(one.text for one in outputs),
+        logprobs=tuple(item for one in outputs for item in one.logprobs),
+        prompt=next((one.prompt for one in outputs if one.prompt is not None), None),
     )
-
-
-async def merged(
-    streams: Sequence[AsyncGenerator[Output, None]],
-) -> AsyncGenerator[tuple[int, Output], None]:
-    """Outputs of several streams in the order of their arrival, each with its stream's index."""
-    if len(streams) == 1:
-        async with contextlib.aclosing(streams[0]) as only:
-            async for output in only:
-                yield 0, output
-        return
-    queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
-
-    async def pump(number: int, stream: AsyncGenerator[Output, None]) -> None:
-        async with contextlib.aclosing(stream) as outputs:
-            async for output in outputs:
-                queue.put_nowait((number, output))
-
-    pumps = (pump(number, stream) for number, stream in enumerate(streams))
-    pumping = asyncio.ensure_future(gathered(*pumps, at_once=len(streams)))
-    pumping.add_done_callback(lambda _: queue.put_nowait(None))
-    try:
-        while (item := await queue.get()) is not None:
-            yield item
-        await pumping
-    finally:
-        pumping.cancel()
-        await asyncio.gather(pumping, return_exceptions=True)
-        del pumping  # its error refers to this frame, which must not refer to it
 
 
 def _spread(times: Times | None, count: int) -> list[float]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +20,9 @@ from valora_serve.server.api.requests import (
     answer_tokens,
     check_head,
     grammar_of,
+    numbered,
     read_messages,
     sampling,
-    url_of,
 )
 from valora_serve.server.api.tools import AnswerReader, Tools, tools_of
 from valora_serve.server.api.vision import bundles_of, looked
@@ -74,16 +72,14 @@ async def _bundle_answer(
         if message.role == "user" and (content := message.content):
             text = isinstance(content, str)
             parts += [schema.TextPart.model_construct(text=content)] if text else content
-    urls = {
-        kind: [url for part in parts if isinstance(part, kind) for url in _urls(part)]
-        for kind in (schema.ImagePart, schema.VideoPart, schema.FramesPart)
-    }
+    images = [part.image_url for part in parts if isinstance(part, schema.ImagePart)]
     videos = [part for part in parts if isinstance(part, schema.VideoPart | schema.FramesPart)]
     if len(videos) > 1 or any(isinstance(part, schema.OtherPart) for part in parts):
         raise RequestError(f"{body.model} is a bundle: send images, or one video, and text")
+    video = videos[0] if videos else None
     fields = schema.LookRequest.model_construct(  # what is in it is checked
-        domains=[str(body.model)], images=urls[schema.ImagePart], frames=urls[schema.FramesPart],
-        video=next(iter(urls[schema.VideoPart]), None),
+        domains=[str(body.model)], images=images,
+        frames=getattr(video, "frames", []), video=getattr(video, "video_url", None),
         min_score=body.valora.min_score, deadline=body.valora.deadline,
         prompt="\n".join(part.text for part in parts if isinstance(part, schema.TextPart)) or None,
         max_tokens=body.max_completion_tokens or body.max_tokens, cache_salt=body.cache_salt,
@@ -103,12 +99,6 @@ async def _bundle_answer(
             usage=common.counted(prompt, completion),
         )
     )  # fmt: skip
-
-
-def _urls(part: Any) -> list[Any]:
-    if isinstance(part, schema.FramesPart):
-        return list(map(url_of, part.frames))
-    return [url_of(part.image_url if isinstance(part, schema.ImagePart) else part.video_url)]
 
 
 async def begin(context: ServerContext, http: Request, body: schema.ChatRequest) -> Chat:
@@ -138,7 +128,7 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
         min_score=body.valora.min_score, sampling=params, store=body.store in (None, True),
     )  # fmt: skip
     # First, as a schema that is refused costs no image.
-    copies = await arrival.constrained(context.service.numbered(plain, body.n or 1), grammar)
+    copies = await arrival.constrained(numbered(plain, body.n or 1), grammar)
     pixels = http.state.stack.enter_context(context.media.pixels())
     told = tools.instruction() if tools else ""
     turns, images, videos = await arrival.within(read_messages(messages, context, pixels, told))
@@ -161,105 +151,51 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
         for number, part in enumerate(parts)
     ]
     sizes, unique = [image.size for image in images], list(dict.fromkeys(warnings))
-    return Chat(arrival, requests, body, plain.id, len(groups), sizes, tools, unique)
+    return Chat(
+        arrival, requests, body, plain.id, tools, each=len(groups), sizes=sizes, warnings=unique
+    )
 
 
 @dataclass(eq=False)
-class Chat:
-    """Response to one request, complete or streamed."""
+class Chat(common.Answer):
+    """Text and calls, or what a head has found."""
 
-    arrival: Arrival
-    requests: Sequence[types.Request]
-    body: schema.ChatRequest
-    id: str
-    groups: int
-    sizes: Sequence[tuple[int, int]]
     tools: Tools | None
-    warnings: Sequence[str]
-    created: int = field(default_factory=lambda: int(time.time()))
+    readers: dict[int, AnswerReader] = field(default_factory=dict)
+    object, chunk = "chat.completion", "chat.completion.chunk"
 
-    @property
-    def model(self) -> str:
-        """Name of the model that answers."""
-        return self.arrival.model.name
+    async def choice(self, number: int, output: Output) -> dict[str, Any]:
+        """A whole choice."""
+        message = AnswerReader(self.tools).message(self._text(output))
+        reason = common.finish_reason(output, call=bool(message.tool_calls))
+        logprobs = None
+        if self.body.logprobs:
+            content = await asyncio.to_thread(common.chat_logprobs, output.logprobs)
+            logprobs = {"content": content, "refusal": None}
+        return {
+            "index": number, "message": message.model_dump(), "logprobs": logprobs,
+            "finish_reason": reason,
+        }  # fmt: skip
 
-    async def json(self) -> bytes:
-        """Wait for the whole answer, as JSON."""
-        lasts, choices = await self._answers(), []
-        for number, last in enumerate(lasts):
-            message = AnswerReader(self.tools).message(self._text(last))
-            reason = common.finish_reason(last, call=bool(message.tool_calls))
-            choices.append(schema.ChatChoice(index=number, message=message, finish_reason=reason))
-        body = schema.ChatAnswer(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=choices,
-            usage=common.usage(lasts),
-            valora=common.valora_block(self.arrival.model, lasts[0], self.sizes, self.warnings),
-        ).model_dump()
-
-        def made() -> bytes:
-            for last, choice in zip(lasts, body["choices"], strict=True):
-                if self.body.logprobs:
-                    content = common.chat_logprobs(last.logprobs)
-                    choice["logprobs"] = {"content": content, "refusal": None}
-            return common.to_json(body)
-
-        return await asyncio.to_thread(made) if self.body.logprobs else made()
-
-    async def events(self, *, stream: bool = True) -> AsyncGenerator[dict[str, Any], None]:
-        """The answer as chunks of OpenAI's API."""
-        lasts: dict[int, Output] = {}
-        readers: dict[int, AnswerReader] = {}
-        async with contextlib.aclosing(self._outputs(stream=stream)) as outputs:
-            async for number, output in outputs:
-                if (reader := readers.get(number)) is None:
-                    reader = readers[number] = AnswerReader(self.tools)
-                    begun = {"role": "assistant", "content": None if self.tools else ""}
-                    yield self._event(number, begun)
-                deltas = reader.push(self._text(output), last=output.finish is not None)
-                for place, delta in enumerate(deltas or [{}] * bool(output.logprobs)):
-                    yield self._event(number, delta, None if place else output)
-                if output.finish is not None:
-                    lasts[number] = output
-                    event = self._event(number, {})
-                    reason = common.finish_reason(output, call=reader.calls > 0)
-                    event["choices"][0]["finish_reason"] = reason
-                    block = common.valora_block(
-                        self.arrival.model, output, self.sizes, self.warnings
-                    )
-                    yield event | {"valora": block.model_dump(exclude_none=True)}
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            used = common.usage(lasts[number] for number in sorted(lasts))
-            yield self._event(0, {}) | {"choices": [], "usage": used.model_dump()}
+    async def choices(self, number: int, output: Output) -> list[dict[str, Any]]:
+        """What is new of a choice, for an event each."""
+        deltas: list[dict[str, Any]] = []
+        if (reader := self.readers.get(number)) is None:
+            reader = self.readers[number] = AnswerReader(self.tools)
+            deltas.append({"role": "assistant", "content": None if self.tools else ""})
+        begun = len(deltas)
+        deltas += reader.push(self._text(output), last=output.finish is not None)
+        if output.logprobs and len(deltas) == begun:
+            deltas.append({})
+        made: list[dict[str, Any]] = [
+            {"index": number, "delta": one, "finish_reason": None} for one in deltas
+        ]
+        if output.logprobs:
+            made[begun]["logprobs"] = {"content": common.chat_logprobs(output.logprobs)}
+        if output.finish is not None:
+            reason = common.finish_reason(output, call=reader.calls > 0)
+            made.append({"index": number, "delta": {}, "finish_reason": reason})
+        return made
 
     def _text(self, output: Output) -> str:
         return output.text if output.head is None else output.head.text(self.sizes)
-
-    async def _outputs(self, *, stream: bool) -> AsyncGenerator[tuple[int, Output], None]:
-        """Outputs of all choices as they come, each with the number of its choice."""
-        if not stream or self.groups > 1:
-            for found in enumerate(await self._answers()):
-                yield found
-            return
-        async with contextlib.aclosing(self.arrival.outputs(self.requests)) as outputs:
-            async for found in outputs:
-                yield found
-
-    async def _answers(self) -> list[Output]:
-        lasts, each = await self.arrival.ask_all(self.requests), self.groups
-        if each == 1:
-            return lasts
-        return [common.joined(lasts[at : at + each]) for at in range(0, len(lasts), each)]
-
-    def _event(
-        self, number: int, delta: dict[str, Any], output: Output | None = None
-    ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": number, "delta": delta, "finish_reason": None}
-        if output is not None and output.logprobs:
-            choice["logprobs"] = {"content": common.chat_logprobs(output.logprobs)}
-        return {
-            "id": self.id, "object": "chat.completion.chunk", "created": self.created,
-            "model": self.model, "choices": [choice],
-        }  # fmt: skip

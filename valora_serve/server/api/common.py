@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import pydantic_core
 from pydantic import BaseModel
@@ -16,12 +17,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from valora_data.contract.results import BoxesResult
+from valora_serve import types
 from valora_serve.errors import CancelledRequestError, DrainingError, RequestError, ServeError
+from valora_serve.server.api.requests import Arrival
 from valora_serve.server.api.schema import ErrorAnswer, TokenDetails, UsageAnswer, ValoraAnswer
 from valora_serve.server.errors import DRAINED, error_body
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry import logs
-from valora_serve.types import Finish, Logprob, Output, ServedModel, TokenLogprobs, Usage
+from valora_serve.types import Finish, Logprob, Output, TokenLogprobs, Usage
 
 MIN_LOGPROB = -9999.0  # as in OpenAI's responses
 _TEXTS = {
@@ -72,6 +75,100 @@ async def respond(http: Request, made: Any, *, stream: bool | None) -> Response:
     return answer(await until_disconnect(http.receive, made.json()))
 
 
+@dataclass(eq=False)
+class Answer:
+    """An answer of OpenAI's API, complete or streamed, to one request, made of several outputs."""
+
+    object: ClassVar[str]
+    chunk: ClassVar[str]  # the object of an event
+    arrival: Arrival
+    requests: Sequence[types.Request]
+    body: Any
+    id: str
+    created: int = field(default_factory=lambda: int(time.time()), kw_only=True)
+    prompts: int = field(default=1, kw_only=True)  # each with as many answers as the others
+    each: int = field(default=1, kw_only=True)  # requests of a choice, each about an image
+    sizes: Sequence[tuple[int, int]] = field(default=(), kw_only=True)  # of the images
+    warnings: Sequence[str] = field(default=(), kw_only=True)
+
+    async def choices(self, number: int, output: Output) -> list[dict[str, Any]]:
+        """What is new of a choice, for an event each."""
+        raise NotImplementedError
+
+    async def choice(self, number: int, output: Output) -> dict[str, Any]:
+        """A whole choice."""
+        return (await self.choices(number, output))[0]
+
+    async def _answers(self) -> list[Output]:
+        lasts, each = await self.arrival.ask_all(self.requests), self.each
+        if each == 1:
+            return lasts
+        return [_about_all(lasts[at : at + each]) for at in range(0, len(lasts), each)]
+
+    async def _outputs(self, *, stream: bool) -> AsyncGenerator[tuple[int, Output], None]:
+        """Outputs as they come, each with the number of its choice."""
+        if stream and self.each == 1:
+            async with contextlib.aclosing(self.arrival.outputs(self.requests)) as outputs:
+                async for found in outputs:
+                    yield found
+        else:
+            for found in enumerate(await self._answers()):
+                yield found
+
+    async def json(self) -> bytes:
+        """Wait for the whole answer, as JSON."""
+        lasts = await self._answers()
+        choices = [await self.choice(*one) for one in enumerate(lasts)]
+        made = self._part(choices, usage=self.used(lasts).model_dump())
+        made["valora"] = self._block(lasts[0]).model_dump()
+        few = self.requests[0].sampling.logprobs is None
+        return to_json(made) if few else await asyncio.to_thread(to_json, made)
+
+    async def events(self, *, stream: bool = True) -> AsyncGenerator[dict[str, Any], None]:
+        """The answer in chunks; `stream` is whether they come before it is complete."""
+        lasts: dict[int, Output] = {}
+        async with contextlib.aclosing(self._outputs(stream=stream)) as outputs:
+            async for number, output in outputs:
+                if output.finish is not None:
+                    lasts[number] = output
+                for choice in await self.choices(number, output):
+                    event = self._part([choice], object=self.chunk)
+                    if choice["finish_reason"] is not None:
+                        event["valora"] = self._block(output).model_dump(exclude_none=True)
+                    yield event
+        if self.body.stream_options is not None and self.body.stream_options.include_usage:
+            used = self.used([lasts[number] for number in sorted(lasts)])
+            yield self._part([], object=self.chunk, usage=used.model_dump())
+
+    def used(self, lasts: Sequence[Output]) -> UsageAnswer:
+        """Token counts; a prompt with several answers counts once."""
+        return usage(lasts, self.prompts)
+
+    def _part(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {
+            "id": self.id, "object": self.object, "created": self.created,
+            "model": self.arrival.model.name, "choices": choices, **more,
+        }  # fmt: skip
+
+    def _block(self, last: Output) -> ValoraAnswer:
+        """The field ``valora``: model, mode and times, and the head's result."""
+        head, times, model = last.head, last.times, self.arrival.model
+        fields: dict[str, Any] = {}
+        if head is not None:
+            fields = {"kind": head.kind, **head.prompt_fields(self.sizes)}
+        if times is not None and times.started is not None and times.finished is not None:
+            fields["queue_seconds"] = times.started - times.arrival
+            fields["seconds"] = times.finished - times.arrival
+        return ValoraAnswer(
+            model=model.name,
+            adapter=model.adapter,
+            bundle=model.bundle,
+            mode=str(last.mode) if last.mode is not None else None,
+            warnings=list(self.warnings),
+            **fields,
+        )
+
+
 def finish_reason(last: Output, *, call: bool = False) -> str:
     """OpenAI's name of the reason why an answer ended."""
     if call and last.finish is Finish.STOP:
@@ -97,28 +194,7 @@ def counted(prompt: int, completion: int, **details: Any) -> UsageAnswer:
     return UsageAnswer(**fields, total_tokens=prompt + completion, **details)
 
 
-def valora_block(
-    model: ServedModel, last: Output, sizes: Sequence[tuple[int, int]], warnings: Sequence[str] = ()
-) -> ValoraAnswer:
-    """The response's field ``valora``: model, mode and times, and the head's result."""
-    head, times = last.head, last.times
-    fields: dict[str, Any] = {}
-    if head is not None:
-        fields = {"kind": head.kind, **head.prompt_fields(sizes)}
-    if times is not None and times.started is not None and times.finished is not None:
-        fields["queue_seconds"] = times.started - times.arrival
-        fields["seconds"] = times.finished - times.arrival
-    return ValoraAnswer(
-        model=model.name,
-        adapter=model.adapter,
-        bundle=model.bundle,
-        mode=str(last.mode) if last.mode is not None else None,
-        warnings=list(warnings),
-        **fields,
-    )
-
-
-def joined(lasts: Sequence[Output]) -> Output:
+def _about_all(lasts: Sequence[Output]) -> Output:
     """The answer to several images, of which each was a request of its own."""
     heads = [last.head for last in lasts if isinstance(last.head, BoxesResult)]
     if len(heads) < len(lasts):

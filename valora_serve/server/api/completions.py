@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
 from codecs import getincrementaldecoder
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +22,7 @@ from valora_serve.server.api.requests import (
     as_prompt,
     check_head,
     grammar_of,
+    numbered,
     sampling,
     several_of,
 )
@@ -80,7 +79,7 @@ async def _begin(
     plain = [
         one
         for number, prompt in enumerate(prompts)
-        for one in context.service.numbered(
+        for one in numbered(
             types.Request(
                 f"{identity}-{number}", **arrival.named, **as_prompt(prompt), head=head,
                 sampling=params,
@@ -91,63 +90,19 @@ async def _begin(
     made = await arrival.constrained(plain, grammar)
     left = arrival.time_left()
     requests = [replace(one, deadline=left) for one in made]
-    return _Completion(arrival, requests, len(prompts), identity, body)
+    warnings = completion_warnings(model)
+    return _Completion(arrival, requests, body, identity, prompts=len(prompts), warnings=warnings)
 
 
 @dataclass(eq=False)
-class _Completion:
-    """Response to one request, complete or streamed; there are as many requests to each prompt."""
+class _Completion(common.Answer):
+    object = chunk = "text_completion"
+    begun: dict[int, int] = field(default_factory=dict)
+    """Where answers begin, behind what is echoed."""
 
-    arrival: Arrival
-    requests: Sequence[types.Request]
-    prompts: int
-    id: str
-    body: schema.CompletionRequest
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    async def json(self) -> bytes:
-        lasts = await self.arrival.ask_all(self.requests)
-        choices = [self._choice(n, await self._part(n, one), one) for n, one in enumerate(lasts)]
-        used, block = self._used(lasts).model_dump(), self._block(lasts[0]).model_dump()
-        body = self._answer(choices) | {"usage": used, "valora": block}
-        if self.body.logprobs is None:
-            return common.to_json(body)
-        return await asyncio.to_thread(common.to_json, body)
-
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
-        lasts: dict[int, Output] = {}
-        begun: dict[int, int] = {}  # where the answers begin, behind what is echoed
-        async with contextlib.aclosing(self.arrival.outputs(self.requests)) as outputs:
-            async for number, output in outputs:
-                part = await self._part(number, output, begun.get(number))
-                begun[number] = part.start
-                if output.finish is None and not part.text and not part.logprobs["tokens"]:
-                    continue
-                event = self._answer([self._choice(number, part, output)])
-                if output.finish is not None:
-                    lasts[number] = output
-                    event["valora"] = self._block(output).model_dump(exclude_none=True)
-                yield event
-        if self.body.stream_options is not None and self.body.stream_options.include_usage:
-            used = self._used([lasts[number] for number in sorted(lasts)])
-            yield self._answer([]) | {"usage": used.model_dump()}
-
-    def _answer(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id, "object": "text_completion", "created": self.created,
-            "model": self.arrival.model.name, "choices": choices,
-        }  # fmt: skip
-
-    def _choice(self, number: int, part: _Part, output: Output) -> dict[str, Any]:
-        reason = None if output.finish is None else common.finish_reason(output)
-        return {
-            "index": number, "text": part.text,
-            "logprobs": None if self.body.logprobs is None else part.logprobs,
-            "finish_reason": "length" if reason and self.body.max_tokens == 0 else reason,
-        }  # fmt: skip
-
-    async def _part(self, number: int, output: Output, start: int | None = None) -> _Part:
-        """What is new of an answer, which begins with the prompt if that is echoed."""
+    async def choices(self, number: int, output: Output) -> list[dict[str, Any]]:
+        """What is new of a choice, which begins with the prompt if that is echoed."""
+        start, scored = self.begun.get(number), self.body.max_tokens == 0
         part = _Part(start or 0)
         if self.body.echo and start is None:
             request = self.requests[number]
@@ -156,18 +111,21 @@ class _Completion:
             if output.prompt is not None:
                 await part.add_prompt(output.prompt, tokenizer)
             part.start = len(part.text)
-        if self.body.max_tokens != 0:
+        if not scored:
             part.add(output)
-        return part
+        self.begun[number] = part.start
+        if output.finish is None and not part.text and not part.logprobs["tokens"]:
+            return []
+        reason = None if output.finish is None else common.finish_reason(output)
+        return [{
+            "index": number, "text": part.text,
+            "logprobs": None if self.body.logprobs is None else part.logprobs,
+            "finish_reason": "length" if reason and scored else reason,
+        }]  # fmt: skip
 
-    def _block(self, last: Output) -> schema.ValoraAnswer:
-        return common.valora_block(
-            self.arrival.model, last, (), completion_warnings(self.arrival.model)
-        )
-
-    def _used(self, lasts: Sequence[Output]) -> schema.UsageAnswer:
-        """Token counts of the response; a token that is left out does not count."""
-        used = common.usage(lasts, self.prompts)
+    def used(self, lasts: Sequence[Output]) -> schema.UsageAnswer:
+        """Token counts; a token that is left out does not count."""
+        used = super().used(lasts)
         if self.body.max_tokens != 0:
             return used
         return used.model_copy(update={"completion_tokens": 0, "total_tokens": used.prompt_tokens})

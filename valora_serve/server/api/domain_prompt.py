@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from valora_data.contract.files import shown
 from valora_data.wording import plural
 from valora_serve.errors import ImageError, RequestError
-from valora_serve.server.api.schema import Message, RefusalPart, TextPart
+from valora_serve.server.api.schema import Message, TextPart
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -225,7 +225,7 @@ def _media(message: Message) -> list[ContentPart]:
     content = message.content
     if content is None or isinstance(content, str):
         return []
-    return [part for part in content if not isinstance(part, TextPart | RefusalPart)]
+    return [part for part in content if not isinstance(part, TextPart)]
 
 
 def _asking(message: Message, text: str) -> Message:

@@ -155,7 +155,7 @@ class _Responses:
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "model": self._chat.model,
+            "model": self._chat.arrival.model.name,
             "output": [*items[:-1], *(item | {"status": status} for item in items[-1:])],
             "error": None,
             "incomplete_details": None,

@@ -1,4 +1,4 @@
-"""Turns the fields of an HTTP request into a request to the engine."""
+"""Turns the fields of an HTTP request into requests to the engine, and asks it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
+from itertools import starmap
 from typing import Any, TypeVar
 
 from PIL.Image import Image
@@ -22,13 +23,20 @@ from valora_serve.server.constrain import Grammar
 from valora_serve.server.context import ServerContext
 from valora_serve.server.gather import gathered, until_disconnect
 from valora_serve.server.media.reader import Pixels
-from valora_serve.server.media.urls import MediaUrl
-from valora_serve.server.service import Ticket, merged
+from valora_serve.server.service import joined
 from valora_serve.types import Output, Request, SamplingParams, ServedModel
 
 T = TypeVar("T")
+AT_ONCE = 128
+"""Most requests of one HTTP request that the engine has at a time: a thousand that are begun, or
+end, together hold up the event loop for a third of a second."""
+MIN_DEADLINE = 0.001  # seconds
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 MAX_LOGPROBS = 200_000  # of an answer: 17 MB, which become JSON in 0.3 s while nothing else runs
+_SAMPLING = (
+    "min_tokens", "temperature", "top_p", "min_p", "seed", "ignore_eos", "frequency_penalty",
+    "presence_penalty", "repetition_penalty",
+)  # fmt: skip
 _ROLES = {"developer": "system", "tool": "user", "function": "user"}
 """Roles of OpenAI's API by the ones that chat templates know."""
 
@@ -57,21 +65,16 @@ def sampling(
         raise RequestError(f"n is {body.n}, more than {context.settings.max_n}: ask for fewer")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options goes with stream: set stream, or leave it out")
-    temperature = body.temperature
+    given = {name: getattr(body, name) for name in _SAMPLING}
+    given = {"temperature": context.settings.temperature} | {
+        name: value for name, value in given.items() if value is not None
+    }
     return SamplingParams(
+        **given,
         max_tokens=max_tokens,
-        min_tokens=body.min_tokens or 0,
-        temperature=context.settings.temperature if temperature is None else temperature,
         top_k=max(0, body.top_k or 0),
-        top_p=body.top_p or 1.0,
-        min_p=body.min_p or 0.0,
-        seed=body.seed,
         stop=tuple(stop),
         logprobs=logprobs,
-        ignore_eos=bool(body.ignore_eos),
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
         logit_bias=tuple((int(token), value) for token, value in (body.logit_bias or {}).items()),
     )
 
@@ -188,25 +191,60 @@ class Arrival:
             for request, constraint in zip(requests, made, strict=True)
         ]
 
-    def admitted(self, requests: Sequence[Request]) -> AbstractContextManager[Ticket]:
-        """Context in which requests to the engine are admitted."""
-        return self.context.service.admitted(self.model, requests[0].deadline, len(requests))
+    async def outputs(
+        self, requests: Sequence[Request], *, stream: bool = True
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """Outputs of several requests as they come, each with the number of its request.
+
+        They are admitted together, and all end if one fails.
+        """
+        service, headers, began = self.context.service, dict(self.http.headers), time.monotonic()
+        queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
+
+        async def ask(number: int, request: Request) -> None:
+            if request.deadline is not None:
+                left = request.deadline - (time.monotonic() - began)
+                request = replace(request, deadline=max(left, MIN_DEADLINE))
+            asking = service.ask(ticket, request, headers, stream=stream)
+            async with contextlib.aclosing(asking) as outputs:
+                async for output in outputs:
+                    queue.put_nowait((number, output))
+
+        with service.admitted(self.model, requests) as ticket:
+            asking = gathered(*starmap(ask, enumerate(requests)), at_once=AT_ONCE)
+            pumping = asyncio.ensure_future(asking)
+            pumping.add_done_callback(lambda _: queue.put_nowait(None))
+            try:
+                while (item := await queue.get()) is not None:
+                    yield item
+                await pumping
+            finally:
+                pumping.cancel()
+                await asyncio.gather(pumping, return_exceptions=True)
+                del pumping  # its error refers to this frame, which must not refer to it
 
     async def ask_all(self, requests: Sequence[Request]) -> list[Output]:
-        """The answers to several requests, which are admitted together."""
-        with self.admitted(requests) as ticket:
-            return await self.context.service.ask_all(ticket, requests, dict(self.http.headers))
+        """The whole answers to several requests."""
+        found: list[list[Output]] = [[] for _ in requests]
+        async with contextlib.aclosing(self.outputs(requests, stream=False)) as outputs:
+            async for number, output in outputs:
+                found[number].append(output)
+        return list(map(joined, found))
 
-    async def outputs(
-        self, requests: Sequence[Request]
-    ) -> AsyncGenerator[tuple[int, Output], None]:
-        """Outputs of several requests as they come, each with the number of its request."""
-        service, headers = self.context.service, dict(self.http.headers)
-        with self.admitted(requests) as ticket:
-            streams = [service.ask(ticket, one, headers) for one in requests]
-            async with contextlib.aclosing(merged(streams)) as found:
-                async for item in found:
-                    yield item
+
+def numbered(request: Request, count: int) -> list[Request]:
+    """`count` copies of a request, each with its own id and seed."""
+    if count == 1:
+        return [request]
+    sampling, made = request.sampling, []
+    for number in range(count):
+        seed = sampling.seed
+        if seed is not None and number:  # not that of any other seed's choice
+            digest = blake2b(b"%d|%d" % (seed, number), digest_size=8).digest()
+            seed = int.from_bytes(digest, signed=True)
+        one = replace(sampling, seed=seed)
+        made.append(replace(request, id=f"{request.id}-{number}", sampling=one))
+    return made
 
 
 async def read_messages(
@@ -289,26 +327,24 @@ class _Reading:
             )
 
     def _part(self, number: int, part: schema.ContentPart) -> dict[str, Any]:
-        if isinstance(part, schema.ImagePart):
-            url = url_of(part.image_url)
-            self.images.append(partial(self._media.image, url, self._pixels))
-            return {"type": "image"}
-        if isinstance(part, schema.VideoPart):
-            url = url_of(part.video_url)
-            self.videos.append(partial(self._media.video, url, self._pixels))
-            return {"type": "video"}
-        if isinstance(part, schema.FramesPart):
-            urls = list(map(url_of, part.frames))
-            self.videos.append(partial(self._media.frames, urls, self._pixels))
-            return {"type": "video"}
-        if isinstance(part, schema.OtherPart):
-            raise RequestError(
-                f"messages.{number} has a part of type {part.type}, which the model cannot read: "
-                "send text, image_url, video_url or frames"
-            )
-        text = part.refusal if isinstance(part, schema.RefusalPart) else part.text
-        self.chars += len(text)
-        return {"type": "text", "text": text}
+        media, pixels = self._media, self._pixels
+        match part:
+            case schema.TextPart():
+                self.chars += len(part.text)
+                return {"type": "text", "text": part.text}
+            case schema.ImagePart():
+                self.images.append(partial(media.image, part.image_url, pixels))
+                return {"type": "image"}
+            case schema.VideoPart():
+                self.videos.append(partial(media.video, part.video_url, pixels))
+            case schema.FramesPart():
+                self.videos.append(partial(media.frames, part.frames, pixels))
+            case _:
+                raise RequestError(
+                    f"messages.{number} has a part of type {part.type}, which the model cannot "
+                    "read: send text, image_url, video_url or frames"
+                )
+        return {"type": "video"}
 
 
 def check_text(chars: int, context: ServerContext) -> None:
@@ -341,8 +377,3 @@ def as_prompt(item: str | list[int]) -> dict[str, Any]:
 
 def _text_part(text: str) -> schema.TextPart:
     return schema.TextPart(type="text", text=text)
-
-
-def url_of(item: schema.Url | MediaUrl) -> MediaUrl:
-    """The URL of a part, which may be in an object."""
-    return item.url if isinstance(item, schema.Url) else item

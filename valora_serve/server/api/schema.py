@@ -12,7 +12,9 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -120,42 +122,42 @@ _Others: Any = create_model("_Others", __base__=Body, **_FIELDS)
 class Url(OpenBody):
     """URL of an image or video: data:, http(s): of an allowed host, or file: in media_folder."""
 
-    url: MediaUrl = Field(min_length=1)
+    url: str
+
+
+def _url(item: Any) -> Any:
+    return item.get("url", item) if isinstance(item, dict) else item
+
+
+_Media = Annotated[MediaUrl, BeforeValidator(_url, json_schema_input_type=Url | str)]
 
 
 class TextPart(OpenBody):
-    """Text in a message."""
+    """Text in a message, or an earlier refusal of the assistant."""
 
-    type: Literal["text", "input_text", "output_text"]
-    text: Text
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: Text = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class ImagePart(OpenBody):
     """An image in a message."""
 
     type: Literal["image_url", "input_image"]
-    image_url: Url | MediaUrl
+    image_url: _Media
 
 
 class VideoPart(OpenBody):
     """A video in a message; evenly spaced frames are sampled from it."""
 
     type: Literal["video_url"]
-    video_url: Url | MediaUrl
+    video_url: _Media
 
 
 class FramesPart(OpenBody):
     """A video in a message, as its frames in order."""
 
     type: Literal["frames"]
-    frames: list[Url | MediaUrl] = Field(fail_fast=True, min_length=1, max_length=10_000)
-
-
-class RefusalPart(OpenBody):
-    """An earlier refusal of the assistant."""
-
-    type: Literal["refusal"]
-    refusal: Text
+    frames: list[_Media] = Field(fail_fast=True, min_length=1, max_length=10_000)
 
 
 class OtherPart(OpenBody):
@@ -165,8 +167,7 @@ class OtherPart(OpenBody):
 
 
 ContentPart = Annotated[
-    TextPart | ImagePart | VideoPart | FramesPart | RefusalPart | OtherPart,
-    Field(discriminator="type"),
+    TextPart | ImagePart | VideoPart | FramesPart | OtherPart, Field(discriminator="type")
 ]
 _Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
 
@@ -588,17 +589,19 @@ class ChatChoice(ResponseBody):
     finish_reason: str
 
 
-class ChatAnswer(ResponseBody):
-    """Response of ``/v1/chat/completions``."""
-
+class _Answer(ResponseBody):
     id: str
-    object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
-    choices: list[ChatChoice]
     usage: UsageAnswer
-    system_fingerprint: str | None = None
     valora: ValoraAnswer | None = None
+
+
+class ChatAnswer(_Answer):
+    """Response of ``/v1/chat/completions``."""
+
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
 
 
 class CompletionLogprobs(ResponseBody):
@@ -619,16 +622,11 @@ class CompletionChoice(ResponseBody):
     finish_reason: str | None = None
 
 
-class CompletionAnswer(ResponseBody):
+class CompletionAnswer(_Answer):
     """Response of ``/v1/completions``."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: UsageAnswer | None = None
-    valora: ValoraAnswer | None = None
 
 
 class ResponseAnswer(ResponseBody):

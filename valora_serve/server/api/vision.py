@@ -167,7 +167,9 @@ async def _asked(
                 own = own_prompts and not arrival.model.takes_words
                 prompt = None if own else fields.prompt
                 requests, said = _requests(arrival, fields, prompt, images, video)
-                asked[name] = stack.enter_context(arrival.admitted(requests)), requests, said
+                asked[name] = (
+                    stack.enter_context(service.admitted(arrival.model, requests)), requests, said
+                )  # fmt: skip
             except ServeError as error:
                 errors[name] = error
         rows = [

@@ -3,12 +3,12 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from valora_serve.server.service import Service
+from valora_serve.server.api.requests import numbered
 from valora_serve.types import Request, SamplingParams
 
 
 def seeds(seed: int | None, count: int) -> list[int | None]:
-    made = Service.numbered(Request("r", sampling=SamplingParams(seed=seed)), count)
+    made = numbered(Request("r", sampling=SamplingParams(seed=seed)), count)
     return [one.sampling.seed for one in made]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import data_url, encoded, picture, refused, serving
-from valora_serve.server.service import AT_ONCE
+from valora_serve.server.api.requests import AT_ONCE
 
 
 def expected(text, images=0):

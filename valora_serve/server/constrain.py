@@ -56,13 +56,6 @@ class Grammar:
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
-    client: str
-    work: asyncio.Task[_Known]
-    waiting: int = 0
-
-
-@dataclass(eq=False, slots=True)
 class _Known:
     """A cached grammar: the client that asked for it, and its matcher or why it has none.
 
@@ -86,7 +79,7 @@ class Grammars:
         self._tokenizer: Any = None
         self._was_read = False
         self._known: OrderedDict[str, _Known] = OrderedDict()  # by the grammar's text
-        self._jobs: dict[str, _Job] = {}
+        self._waiting: Counter[tuple[str, str]] = Counter()  # requests by client and grammar
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "schema")
@@ -111,7 +104,7 @@ class Grammars:
     ) -> list[GrammarConstraint]:
         """Make constraints from a grammar; cancelling this leaves the queue."""
         key = _key(grammar)
-        known = self._cached(key) or await self._awaited(grammar, key, client)
+        known = self._cached(key) or await self._in_turn(grammar, key, client)
         if isinstance(known.made, str):
             raise RequestError(known.made)
         return [GrammarConstraint(known, grammar) for _ in range(count)]
@@ -123,31 +116,25 @@ class Grammars:
         self._known.move_to_end(key)
         return known
 
-    async def _awaited(self, grammar: Grammar, key: str, client: str) -> _Known:
-        """Wait until a grammar is compiled, with all who wait for the same."""
-        if (job := self._jobs.get(key)) is None:
-            mine = sum(other.client == client for other in self._jobs.values())
-            if len(self._jobs) >= MAX_WAITING or mine >= MAX_OF_ONE:
-                raise OverloadedError(
-                    "Too many JSON schemas wait to be compiled: try again in 1 s, and send the "
-                    "same schema rather than a new one each time"
-                )
-            job = _Job(client, asyncio.create_task(self._in_turn(grammar, key, client)))
-            self._jobs[key] = job
-        job.waiting += 1
-        try:
-            return await asyncio.shield(job.work)
-        finally:
-            job.waiting -= 1
-            if not job.waiting:
-                job.work.cancel()
-                self._jobs.pop(key, None)
-
     async def _in_turn(self, grammar: Grammar, key: str, client: str) -> _Known:
-        # Who has got the client's own turn queues for that of all: each client has one place there.
-        own = self._turns.setdefault(client, asyncio.Lock())
-        async with own, self._turn:
-            return await asyncio.shield(self._compiled(grammar, key, client))
+        """Wait until a grammar is compiled, which those wait for, too, that ask for the same."""
+        place, mine = (client, key), sum(client == other for other, _ in self._waiting)
+        full = len(self._waiting) >= MAX_WAITING or mine >= MAX_OF_ONE
+        if full and place not in self._waiting:
+            raise OverloadedError(
+                "Too many JSON schemas wait to be compiled: try again in 1 s, and send the same "
+                "schema rather than a new one each time"
+            )
+        self._waiting[place] += 1
+        try:
+            # Who has got the client's own turn queues for that of all, with one place there.
+            async with self._turns.setdefault(client, asyncio.Lock()), self._turn:
+                if (known := self._cached(key)) is not None:
+                    return known
+                return await asyncio.shield(self._compiled(grammar, key, client))
+        finally:
+            self._waiting[place] -= 1
+            self._waiting += Counter()  # without those that are 0
 
     async def _compiled(self, grammar: Grammar, key: str, client: str) -> _Known:
         loop = asyncio.get_running_loop()

@@ -15,7 +15,7 @@ from typing import Any
 
 from valora_serve.errors import RequestError
 
-DEEPEST = 100
+MAX_PARTS, DEEPEST = 30_000, 100
 LARGEST = 9 * 10**18  # llguidance reads the integer part of bounds as 64 bits
 DIGITS = 15  # decimal digits that every float64 keeps
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -62,11 +62,12 @@ def prepare(schema: Any, *, strict: bool = False) -> Any:
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
     """The objects of a schema that are schemas themselves."""
-    left = [(schema, 0)]
+    left, count = [(schema, 0)], 0
     while left:
-        part, depth = left.pop()
-        if depth > DEEPEST:
-            raise RequestError(f"The JSON schema has more than {DEEPEST} levels: simplify it")
+        (part, depth), count = left.pop(), count + 1
+        if depth > DEEPEST or count > MAX_PARTS:
+            most = f"{DEEPEST} levels" if depth > DEEPEST else f"{MAX_PARTS} parts"
+            raise RequestError(f"The JSON schema has more than {most}: simplify it")
         if isinstance(part, list):
             left += [(one, depth + 1) for one in part]
         elif isinstance(part, dict):

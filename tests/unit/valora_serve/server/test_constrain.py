@@ -355,13 +355,13 @@ def test_a_cached_schema_is_answered_while_clients_that_left_and_others_wait(wai
 
     engine = FakeEngine(tokenizer=tokenizer)
     with serving(engine) as server:
-        jobs = server.app.state.context.grammars._jobs
+        grammars = server.app.state.context.grammars
         waiting.go.set()
         assert ask(server, response_format=form("cached")).status_code == 200
         waiting.go.clear()
         for number in range(MAX_OF_ONE):
             with contextlib.suppress(httpx.ReadTimeout):
                 server.client.post(CHAT, json=chat(response_format=form(f"{number}")), timeout=0.05)
-        until(lambda: not jobs)  # one is compiled, and nobody waits for it either
+        until(lambda: not grammars._waiting)  # one is compiled, and nobody waits for it either
         assert ask(server, response_format=form("cached")).status_code == 200
         waiting.go.set()

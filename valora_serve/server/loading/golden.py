@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, mod
 from valora_data.contract.bundle import GOLDEN, MANIFEST
 from valora_data.contract.files import UnreadableError, read_bytes, read_json, shown
 from valora_data.contract.manifest import PROMPT_LENGTH
-from valora_data.contract.results import CONFIDENCE_TOLERANCE, HeadResult, computed_in, text_matches
+from valora_data.contract.results import CONFIDENCE_TOLERANCE, computed_in, text_matches
 from valora_serve.errors import AdapterError, ImageError
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.pool import Job, shared_pool
@@ -23,15 +23,9 @@ MAX_EXAMPLES = 1000  # most golden examples of a bundle
 MAX_IMAGES = 256  # most images or frames of a golden example
 IMAGE_BYTES = 64 << 20  # most bytes of the file of a golden image
 LIMITS = Limits(
-    pixels=40_000_000,
-    video_pixels=0,
-    side=65_535,
-    ratio=200.0,
-    memory=2**30,
-    seconds=30.0,
-    video_seconds=0.0,
-    frames=1,
-)
+    pixels=40_000_000, video_pixels=0, side=65_535, ratio=200.0, memory=2**30, seconds=30.0,
+    video_seconds=0.0, frames=1,
+)  # fmt: skip
 """Limits of a golden image."""
 MAX_PIXELS = 160_000_000  # most pixels of the images of one golden example
 
@@ -42,13 +36,12 @@ async def replay(engine: EngineClient, folder: Path) -> int:
         examples = await asyncio.to_thread(read_examples, folder)
         for number, example in enumerate(examples):
             await _check(engine, folder, number, example)
-    except UnreadableError as error:
-        raise AdapterError(
-            f"the golden examples of {folder.name} are damaged, as a file {error.reason}: export "
-            "the bundle again"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ImageError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, ImageError, UnreadableError
+    ) as error:  # fmt: skip
         reason = error if isinstance(error, ImageError) else " ".join(repr(error).split())[:200]
+        if isinstance(error, UnreadableError):
+            reason = f"a file {error.reason}"
         raise AdapterError(
             f"the golden examples of {folder.name} are damaged ({reason}): export the bundle again"
         ) from error
@@ -142,14 +135,12 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: Examp
     domain, threshold = example.domain, example.threshold
     named = example.files[0].name if example.files else shown(example.question)
     pictures = await _pictures(example)
-    tokens, least = example.max_tokens, max(0.0, threshold - CONFIDENCE_TOLERANCE)
+    tokens, head, text = example.max_tokens, None, ""
     request = Request.about(
         pictures, example.question, id=f"golden-{folder.name}-{number}", model=domain,
-        video=example.media == "video", min_score=least,
+        video=example.media == "video", min_score=max(0.0, threshold - CONFIDENCE_TOLERANCE),
         sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
     )  # fmt: skip
-    head: HeadResult | None = None
-    text = ""
     async for output in engine.generate(request):
         text += output.text
         if output.finish in (Finish.ERROR, Finish.CANCELLED):
@@ -158,14 +149,12 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: Examp
                 "bundle is not served"
             )
         head = output.head or head
-    expected = example.expected
-    found = {"text": text.strip()} if head is None else head.golden()
-    with computed_in(example.dtype):
-        same = (
-            text_matches(text, expected)
-            if head is None
-            else head.matches(found, expected, threshold)
-        )
+    expected, found = example.expected, {"text": text.strip()}
+    same = head is None and text_matches(text, expected)
+    if head is not None:
+        found = head.golden()
+        with computed_in(example.dtype):
+            same = head.matches(found, expected, threshold)
     if not same:
         raise AdapterError(
             f"golden example {named} of {domain} came out differently here: expected "

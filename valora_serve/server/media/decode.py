@@ -11,7 +11,6 @@ import ctypes
 import os
 import resource
 import signal
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -120,12 +119,7 @@ def decode(
         _limited(limits.seconds, memory), Path(file).open("rb") as opened,
         Path(target).open("wb") as written, _readable(what, limits, "damaged"),
     ):  # fmt: skip
-        found: Iterator[tuple[Image.Image, int]] = (
-            iter([(decode_image(opened, limits), 1)])
-            if what == "image"
-            else decode_video(opened, limits)
-        )
-        for image, times in found:
+        for image, times in (decode_image if what == "image" else decode_video)(opened, limits):
             rows = max(1, STRIP_BYTES // (3 * image.width))
             for top in range(0, image.height, rows):
                 strip = image.crop((0, top, image.width, min(top + rows, image.height)))
@@ -181,11 +175,11 @@ def measure_image(file: BinaryIO, limits: Limits) -> tuple[int, int]:
         return image.width * image.height, memory
 
 
-def decode_image(file: BinaryIO, limits: Limits) -> Image.Image:
+def decode_image(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, int]]:
     """Decode an image file that was measured; of an animation, its first frame."""
     with _opened(file, limits) as image:
         ImageOps.exif_transpose(image, in_place=True)
-        return image
+        yield image, 1
 
 
 @contextlib.contextmanager
@@ -218,8 +212,7 @@ def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, 
     with _container(file, limits) as (container, context):
         context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
         container.streams.video[0].thread_type, context.thread_count = "NONE", 1
-        most = limits.frames * context.width * context.height
-        yield from _sampled(container, limits, most, time.monotonic() + limits.seconds)
+        yield from _sampled(container, limits, limits.frames * context.width * context.height)
 
 
 @contextlib.contextmanager
@@ -243,11 +236,9 @@ def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
         yield container, container.streams.video[0].codec_context
 
 
-def _sampled(
-    container: Any, limits: Limits, most: int, until: float
-) -> Iterator[tuple[Image.Image, int]]:
+def _sampled(container: Any, limits: Limits, most: int) -> Iterator[tuple[Image.Image, int]]:
     """Decode the frames once, in order, and keep those that are shown at the wanted times."""
-    times = _frame_times(container, limits, until)
+    times = _frame_times(container, limits)
     first, last, count = times[0], times[-1], limits.frames
     step = (last - first) / max(1, len(times) - 1)
     instants = [first + (i + 0.5) / count * (last - first + step) for i in range(count)]
@@ -255,7 +246,6 @@ def _sampled(
     container.seek(0)
     missing = True
     for number, frame in enumerate(container.decode(video=0)):
-        _check_time(until)
         limits.check("video", frame.width, frame.height)
         if number in shown:
             most -= shown.count(number) * frame.width * frame.height
@@ -270,11 +260,10 @@ def _sampled(
         raise ImageError("The video's frames cannot be decoded")
 
 
-def _frame_times(container: Any, limits: Limits, until: float) -> list[float]:
+def _frame_times(container: Any, limits: Limits) -> list[float]:
     """Presentation times of all frames in seconds, from the packets: nothing is decoded."""
     times = []
     for packet in container.demux(video=0):
-        _check_time(until)
         if packet.pts is None or packet.size == 0:
             continue
         times.append(float(packet.pts * packet.time_base))
@@ -289,11 +278,6 @@ def _frame_times(container: Any, limits: Limits, until: float) -> list[float]:
     if not times:
         raise ImageError("The video has no frames")
     return sorted(times)
-
-
-def _check_time(until: float) -> None:
-    if time.monotonic() > until:
-        raise ImageError("The video takes too long to decode: send a shorter or smaller one")
 
 
 def _memory(image: Image.Image, file_bytes: int) -> int:

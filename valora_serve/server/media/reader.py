@@ -120,9 +120,8 @@ class MediaReader:
     def _check_frames(self, count: int) -> None:
         most = self._settings.max_video_frames
         if count > most:
-            raise ImageError(
-                f"The video has {plural(count, 'frame')}, more than {most}: send fewer"
-            )
+            text = f"The video has {plural(count, 'frame')}, more than {most}: send fewer"
+            raise ImageError(text)
 
     async def close(self) -> None:
         """Close all connections and end the threads."""
@@ -140,12 +139,10 @@ class MediaReader:
             raise too_large(what, most)
 
         def take(count: int) -> None:
-            left = SHARE * self._limits.seconds - pixels.seconds
-            if left <= 0:
+            if pixels.seconds >= (most := SHARE * self._limits.seconds):
                 raise ImageError(
-                    "The request's images take longer than "
-                    f"{SHARE * self._limits.seconds:g} s to decode together: send fewer or "
-                    "smaller ones"
+                    f"The request's images take longer than {most:g} s to decode together: send "
+                    "fewer or smaller ones"
                 )
             pixels.take(count)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,29 @@ def leads_inside(folder: Path, target: Path, root: Path) -> bool:
 def without_password(said: object) -> str:
     """What an error says, without user and password of the URLs in it."""
     return re.sub(r"(?<=//)[^/@\s]*@", "", str(said))
+
+
+@contextlib.contextmanager
+def denials() -> Iterator[None]:
+    """Context in which a service's refusals are `PermissionError`s, as they are for S3."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except Exception as error:
+        refused = status_of(error) in (401, 403) or "Credentials" in type(error).__name__
+        if refused or str(error).startswith("Forbidden"):
+            raise PermissionError(without_password(error)) from error
+        raise
+
+
+def status_of(error: BaseException) -> int | None:
+    """The status of HTTP that an error of a client has, as their packages name it."""
+    for name in ("status", "status_code", "code"):
+        status = getattr(error, name, getattr(getattr(error, "response", None), name, None))
+        if isinstance(status, int | str) and str(status).isdecimal():
+            return int(status)
+    return None
 
 
 class Stream(Protocol):

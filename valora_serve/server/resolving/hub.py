@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from valora_serve.errors import SettingsError
-from valora_serve.server.resolving.base import CONNECT_SECONDS, Found, Resolver, Stream
+from valora_serve.server.resolving.base import CONNECT_SECONDS, Found, Resolver, Stream, denials
 
 
 class HubResolver(Resolver):
@@ -31,36 +30,30 @@ class HubResolver(Resolver):
     def find(self, name: str) -> Found | None:
         from huggingface_hub import HfApi, errors
 
-        try:
-            info = HfApi().model_info(
-                self._repository(name), files_metadata=True, timeout=CONNECT_SECONDS
-            )
-        except errors.GatedRepoError as error:
-            raise PermissionError(str(error)) from error
-        except (errors.RepositoryNotFoundError, errors.HFValidationError):
-            return None
-        except errors.HfHubHTTPError as error:
-            _denied(error)
-            raise
+        with denials():
+            try:
+                info = HfApi().model_info(
+                    self._repository(name), files_metadata=True, timeout=CONNECT_SECONDS
+                )
+            except errors.GatedRepoError:
+                raise
+            except (errors.RepositoryNotFoundError, errors.HFValidationError):
+                return None
         listed = {item.rfilename: item.size for item in info.siblings or ()}
         found = self._found(name, lambda file: (listed[file], None) if file in listed else None)
         return found and replace(found, version=str(info.sha))
 
     @contextlib.contextmanager
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
-        from huggingface_hub import errors, get_session, hf_hub_url, utils
+        from huggingface_hub import get_session, hf_hub_url, utils
 
         url = hf_hub_url(self._repository(name), file, revision=found.version)
         # Compressed, a file of the size that the hub names could grow without bound.
         sent = utils.build_hf_headers()  # type: ignore[attr-defined]
-        headers = {**sent, "accept-encoding": "identity"}
-        with get_session().stream("GET", url, headers=headers, timeout=CONNECT_SECONDS) as response:
-            try:
-                utils.hf_raise_for_status(response)  # type: ignore[attr-defined]
-            except errors.HfHubHTTPError as error:
-                _denied(error)
-                raise
-            yield _Pieces(response.iter_raw(1 << 20))
+        headers, session = {**sent, "accept-encoding": "identity"}, get_session()
+        with denials(), session.stream("GET", url, headers=headers, timeout=CONNECT_SECONDS) as one:
+            utils.hf_raise_for_status(one)  # type: ignore[attr-defined]
+            yield _Pieces(one.iter_raw(1 << 20))
 
     def _repository(self, name: str) -> str:
         return f"{self.place}/{name}" if self.place else name
@@ -75,8 +68,3 @@ class _Pieces:
             self._left = next((piece for piece in self._pieces if piece), b"")
         read, self._left = self._left[:size], self._left[size:]
         return read
-
-
-def _denied(error: Any) -> None:
-    if error.response.status_code in (401, 403):
-        raise PermissionError(str(error)) from error

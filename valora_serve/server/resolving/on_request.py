@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import fnmatch
+import math
 import re
 import threading
 import time
@@ -91,13 +92,10 @@ class OnRequest:
 
     def is_lost(self, name: str) -> bool:
         """Return whether a loaded adapter is on disk alone, and the cache has lost its files."""
-        entry = self._loaded.get(name)
-        return (
-            entry is not None
-            and name in self._service.engine.stats().on_disk
-            and not entry.is_there()
-            and self._served.has(name, entry.folder)
-        )
+        entry, on_disk = self._loaded.get(name), self._service.engine.stats().on_disk
+        if entry is None or name not in on_disk or entry.is_there():
+            return False
+        return self._served.has(name, entry.folder)
 
     @property
     def schemes(self) -> list[str]:
@@ -165,6 +163,7 @@ class OnRequest:
         """Load an adapter, or remember why it cannot be."""
         self._failed.pop(name, None)
         attempt, result = _Attempt(name), LOADED
+        passing = errors.SourceError | errors.OverloadedError | errors.StorageError
         try:
             entry = await self._fetched(attempt)
             async with self._serving:
@@ -180,17 +179,12 @@ class OnRequest:
                     f"Adapter {name} cannot be loaded ({type(caught).__name__}): save it again "
                     "with PEFT, and see the server's log"
                 )
-            result = REFUSED
+            result = UNAVAILABLE if isinstance(error, passing) else REFUSED
             if isinstance(error, errors.UnknownModelError):
                 result = ABSENT
-            elif isinstance(
-                error, errors.SourceError | errors.OverloadedError | errors.StorageError
-            ):
-                result = UNAVAILABLE
             logs.LOG.warning("adapter %s is not loaded: %s", name, error)
-            seconds = self._settings.adapter_retry_seconds
-            if isinstance(error, errors.OverloadedError):
-                seconds = min(seconds, 1.0)
+            busy = isinstance(error, errors.OverloadedError)
+            seconds = min(self._settings.adapter_retry_seconds, 1.0 if busy else math.inf)
             # A copy has no traceback, whose frames would keep what was read.
             self._failed[name] = (self._now() + seconds, copy.copy(error))
             while len(self._failed) > REMEMBERED:

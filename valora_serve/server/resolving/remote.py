@@ -68,7 +68,7 @@ class FsspecResolver(base.Resolver):
 
         def look(file: str) -> tuple[int | None, object] | None:
             try:
-                with _denials():
+                with base.denials():
                     try:
                         info = self._mine.info(self._path(name, file))
                     except FileNotFoundError as error:
@@ -88,7 +88,7 @@ class FsspecResolver(base.Resolver):
     def open(self, name: str, file: str, found: base.Found) -> Iterator[base.Stream]:
         # In pieces a file is asked for with ranges, which not all servers of HTTP have.
         whole = {"block_size": 0} if self.scheme in ("http", "https") else {}
-        with _denials():
+        with base.denials():
             opened = self._mine.open(self._path(name, file), "rb", cache_type="readahead", **whole)
         with opened:
             yield opened
@@ -98,32 +98,9 @@ class FsspecResolver(base.Resolver):
         cause = error.__cause__
         if cause is None or isinstance(cause, FileNotFoundError):
             return
-        status = _status_of(cause)
+        status = base.status_of(cause)
         if status not in (None, 404, 410) or (status is None and self.scheme in ("http", "https")):
             raise cause
 
     def _path(self, name: str, file: str) -> str:
         return f"{self._root}/{name}/{file}"
-
-
-@contextlib.contextmanager
-def _denials() -> Iterator[None]:
-    """Context in which a service's refusals are `PermissionError`s, as they are for S3."""
-    try:
-        yield
-    except PermissionError:
-        raise
-    except Exception as error:
-        refused = _status_of(error) in (401, 403) or "Credentials" in type(error).__name__
-        if refused or str(error).startswith("Forbidden"):
-            raise PermissionError(base.without_password(error)) from error
-        raise
-
-
-def _status_of(error: BaseException) -> int | None:
-    """The status of HTTP that an error of a client has, as their packages name it."""
-    for name in ("status", "status_code", "code"):
-        status = getattr(error, name, None)
-        if isinstance(status, int | str) and str(status).isdecimal():
-            return int(status)
-    return None

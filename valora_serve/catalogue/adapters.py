@@ -275,10 +275,7 @@ def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor
 
 
 def _take_score(rules: _Rules, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-    """Take the output layer of transformers' sequence classifiers out of the tensors.
-
-    Other modules that were trained whole, without LoRA (`modules_to_save`), are refused.
-    """
+    """Take the output layer of a sequence classifier; refuse other modules trained whole."""
     saved, score = rules.saved, None
     named = [name for name in tensors if name.removeprefix(_PREFIX) == "score.weight"]
     if len(named) == 1 and rules.task in (None, "SEQ_CLS"):
@@ -471,11 +468,7 @@ def _largest_norm(tensor: torch.Tensor, axis: int, dtype: torch.dtype) -> float:
 
 
 def _check_size(pair: LoraPair, names: Mapping[str, str]) -> None:
-    """Refuse matrices that are not finite, or that training can only have diverged to.
-
-    By Cauchy and Schwarz, no entry of scaling · B·A exceeds |scaling| times the largest norm of a
-    row of B times that of a column of A.
-    """
+    """Refuse matrices that are not finite, or so large that training can only have diverged."""
     norms = {}
     for part, tensor, axis in (("A", pair.a, 0), ("B", pair.b, 1)):
         norm = _largest_norm(tensor, axis, torch.float32)
@@ -488,6 +481,7 @@ def _check_size(pair: LoraPair, names: Mapping[str, str]) -> None:
                     what = f"reaches {largest:.3g}, which float32 cannot hold"
                 raise ValueError(f"tensor {names[part]} {what}; train it again")
         norms[part] = norm
+    # By Cauchy and Schwarz, a bound on all entries of scaling · B·A.
     change = abs(pair.scaling) * norms["A"] * norms["B"]
     if change > MAX_CHANGE:
         raise ValueError(

@@ -22,10 +22,7 @@ MAX_LABELS = 4096  # most labels of a classifier: the list of models names all o
 
 
 def make_classifier(adapter: Adapter, score: Tensor, width: int) -> Head:
-    """Make the head of an adapter with an output layer `score` [labels, width].
-
-    Raises an AdapterError if the output layer does not fit the model or the configuration.
-    """
+    """Make the head of an output layer `score` [labels, width]; AdapterError if it cannot be."""
     shape, score = tuple(score.shape), score.float()
     if len(shape) != 2 or not 2 <= shape[0] <= MAX_LABELS or not (score.abs() <= LARGEST).all():
         raise AdapterError(

@@ -45,10 +45,7 @@ class Context:
 def read_context(
     name: str, entry: ContextEntry, folder: Path, base: str, config: Any
 ) -> tuple[Context, Memory | None]:
-    """Read a context of a manifest's `entry` for the base model of hash `base`; or `AdapterError`.
-
-    Returns it, and the memory whose keys and values are to be packed; None if it has none.
-    """
+    """Read a context of a manifest, and the memory to be packed, if any; or `AdapterError`."""
     if entry.form == ADAPTER or entry.file is None:
         return Context(name, ADAPTER, source_tokens=entry.source_tokens), None
     file = folder / entry.file

@@ -157,10 +157,7 @@ class Store:
         return {name: one.context for name, one in self._named.items() if one.context is not None}
 
     def adapters(self) -> dict[str, Adapter]:
-        """Return the adapter of every adapter and domain by its name, without matrices.
-
-        In a bundle the names of adapters come before those of the domains that use them.
-        """
+        """Return the adapters by name, without matrices, those of bundles before their domains."""
         return {name: one.adapter for name, one in self._named.items() if one.adapter is not None}
 
     def stage_adapter(self, name: str, folder: Path, *, decode_only: bool = False) -> Staged:

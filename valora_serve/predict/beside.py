@@ -1,8 +1,4 @@
-"""The fused domain beside the small model that it replaces, on pictures without labels.
-
-What a team looks at before it turns the small model off: how often both agree, by class and by
-size of object, and the pictures in which they differ most.
-"""
+"""The fused domain beside the small model that it replaces, on pictures without labels."""
 
 from __future__ import annotations
 

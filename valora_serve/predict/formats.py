@@ -22,10 +22,7 @@ LOCAL = "/data/local-files/?d="
 
 
 def class_indices(results: Results, kind: str) -> dict[tuple[str, str], tuple[int, str]]:
-    """Return index and name of the class of each (domain, label) of domains that find boxes.
-
-    The name is the label, or ``domain/label`` where several domains have it. `kind` is the format.
-    """
+    """Return index and name (``domain/label`` if shared) of the class of each label of boxes."""
     pairs = [(m.name, label) for m in results.domains.values() if m.boxes for label in m.labels]
     if not pairs:
         raise SettingsError(f"format {kind} holds boxes, and no domain has any: use jsonl")
@@ -73,11 +70,7 @@ def write_coco(results: Results) -> Path:
 
 
 def write_yolo(results: Results) -> Path:
-    """Write ``yolo/``: ``data.yaml`` and ``labels/``, which Ultralytics can be trained with.
-
-    `images` is a link to the images that were read. The same rows with the confidence behind, as
-    Ultralytics' own `save_conf` writes them, are in `confidences/`.
-    """
+    """Write ``yolo/``, to train Ultralytics with; ``confidences/`` is as its `save_conf` writes."""
     indices = class_indices(results, "yolo")
     folder = results.out / "yolo"
     rows: dict[str, list[tuple[str, str]]] = {}
@@ -106,11 +99,7 @@ def write_yolo(results: Results) -> Path:
 
 
 def write_label_studio(results: Results) -> Path:
-    """Write ``labelstudio.json``: one task per file, with the answers of all domains.
-
-    Images are named by their path below the folder that was read, which Label Studio's document
-    root must be.
-    """
+    """Write ``labelstudio.json``: a task per file, named below Label Studio's document root."""
     tasks: dict[str, list[dict[str, Any]]] = {}
     for made in results.predictions():
         tasks.setdefault(made.file, []).extend(_results(made))

@@ -58,10 +58,7 @@ class Results:
 
 
 def read_predictions(path: Path) -> list[Prediction]:
-    """Return the predictions of a file, the newest of each file and domain.
-
-    A last line that was cut off, as by a full disk or a killed process, is removed from the file.
-    """
+    """Return the newest prediction of each file and domain; a last line cut off is removed."""
     content = path.read_bytes() if path.is_file() else b""
     end = content.rfind(b"\n") + 1
     if end < len(content):

@@ -47,11 +47,7 @@ class Question:
 def find_jobs(
     source: Path, domains: Sequence[ServedModel], done: Mapping[tuple[str, str], tuple[int, int]]
 ) -> tuple[list[Job], int]:
-    """Return what is left to ask, and the number of answers that there are already.
-
-    `source` is a folder of images and videos, or one file; `done` has the version of each file that
-    was answered, by (name of the file, domain).
-    """
+    """Return what is left to ask, and how many answers `done` has, by file and domain."""
     videos = tuple(model for model in domains if model.media == "video")
     images = tuple(model for model in domains if model.media not in ("video", "text"))
     kinds = [("images", STILLS)] * bool(images) + [("videos", SUFFIXES)] * bool(videos)

@@ -23,10 +23,7 @@ LOOK_SECONDS = 1.0  # seconds between two looks at the keys file
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A stored API key.
-
-    A plain hash is enough, because a key is 256 random bits and cannot be guessed.
-    """
+    """A stored API key, of 256 random bits: a plain hash of it is enough."""
 
     name: str
     role: str
@@ -53,10 +50,7 @@ def new_key(name: str, role: str, models: Sequence[str] = ()) -> tuple[str, str]
 
 
 def read_keys(path: Path) -> list[Key]:
-    """Read a keys file with ``name role sha256 [model…]`` in each line; # begins a comment.
-
-    Errors do not quote a line, because it may hold a key in the clear.
-    """
+    """Read lines of ``name role sha256 [model…]``; errors quote none, which may be a key."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -151,10 +145,7 @@ class KeyRing:
         return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
     def check(self, authorization: str | None, *, admin: bool = False) -> Key | None:
-        """Find the key of an Authorization header.
-
-        All keys are compared, each in constant time, so that the response time reveals nothing.
-        """
+        """Find the key of an Authorization header; all are compared, each in constant time."""
         self.update()
         if not self._keys:
             return None

@@ -482,10 +482,7 @@ def _check_adapter(folder: Path) -> None:
 
 
 def bundle_names(folder: Path) -> list[str]:
-    """Return the names that a bundle takes, as far as its manifest can be read.
-
-    They are its own, the same with a slash (for all names that begin so), and those of its domains.
-    """
+    """Return a bundle's name, it with a slash for all that begin so, and those of its domains."""
     try:
         manifest = read_json(folder / MANIFEST)
     except UnreadableError:

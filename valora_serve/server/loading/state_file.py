@@ -26,11 +26,7 @@ FILES = {"bundle": (MANIFEST,), "adapter": ("adapter_config.json", "adapter_mode
 
 
 class SavedState(BaseModel):
-    """Content of the state file: folders of adapters, bundles and contexts, by name.
-
-    `unloaded` are bundles of the command line that were unloaded or replaced, and `reserved` names
-    that bundles have brought, also those that were unloaded or replaced since.
-    """
+    """Content of the state file: folders of adapters, bundles and contexts, by name."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -38,9 +34,9 @@ class SavedState(BaseModel):
     adapters: dict[str, str] = {}
     bundles: dict[str, str] = {}
     contexts: dict[str, str] = {}
-    unloaded: list[str] = []
+    unloaded: list[str] = []  # bundles of the command line, or replaced
     decode_only: list[str] = []
-    reserved: dict[str, list[str]] = {}
+    reserved: dict[str, list[str]] = {}  # names that bundles have brought, unloaded ones too
     sha256: dict[str, str] = {}  # of adapters and bundles that replicas load, by kind and name
 
     @property
@@ -155,11 +151,7 @@ def check_content(kind: str, folder: Path, sha256: str) -> None:
 
 @contextlib.contextmanager
 def own_state(file: Path) -> Iterator[None]:
-    """Lock a state file for this process.
-
-    Each server writes the whole file: with two of them, the loads of one would be lost. The
-    kernel holds the lock, and drops it when the process ends, however it ends.
-    """
+    """Lock a state file for this process: each server writes the whole file."""
     lock = FileLock(str(file.absolute()) + ".lock", timeout=0)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

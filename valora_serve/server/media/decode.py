@@ -1,7 +1,4 @@
-"""Decodes images and videos whose content cannot be trusted, in processes of `pool`.
-
-Imports no torch.
-"""
+"""Decodes images and videos whose content cannot be trusted, in processes of `pool`."""
 
 from __future__ import annotations
 
@@ -205,10 +202,7 @@ def measure_video(file: BinaryIO, limits: Limits) -> tuple[int, int]:
 
 
 def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, int]]:
-    """Decode evenly spaced frames of a video file that was measured.
-
-    Frame i of n is the one shown at (i + ½)/n of the duration.
-    """
+    """Decode frames of a measured video: i of n is that at (i + ½)/n of the duration."""
     with _container(file, limits) as (container, context):
         context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
         container.streams.video[0].thread_type, context.thread_count = "NONE", 1
@@ -217,11 +211,7 @@ def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, 
 
 @contextlib.contextmanager
 def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
-    """Open a video file (MP4/MOV, Matroska/WebM or AVI); the container, and the video's codec.
-
-    The format is taken from the first bytes and no other is tried, so that formats that refer to
-    other files (playlists) are never opened.
-    """
+    """Open a video of the format of its first bytes alone: playlists refer to other files."""
     try:
         import av
     except ImportError as error:
@@ -293,11 +283,7 @@ def _memory(image: Image.Image, file_bytes: int) -> int:
 
 
 def _coefficients(image: JpegImageFile) -> int:
-    """Return the bytes of all coefficients of a JPEG: two for each sample.
-
-    libjpeg keeps them if a component comes in several scans, or not in the first one: in
-    progressive files, and in others of several scans.
-    """
+    """Return the bytes of a JPEG's coefficients, which libjpeg keeps for several scans."""
     sampling = [(across, down) for _, across, down, _ in image.layer]
     across = max([1, *(h for h, _ in sampling)])
     down = max([1, *(v for _, v in sampling)])

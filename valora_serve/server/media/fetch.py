@@ -161,10 +161,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the public internet.
-
-    An IPv4 address that is embedded in an IPv6 address (mapped, 6to4, NAT64) is checked itself.
-    """
+    """Whether an IP address is public; so is an IPv4 address embedded in IPv6 (6to4, NAT64)."""
     parsed = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(parsed, ipaddress.IPv6Address):
         inner = parsed.ipv4_mapped or parsed.sixtofour

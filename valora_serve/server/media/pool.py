@@ -70,10 +70,7 @@ class DecodePool:
         self._threads.submit(self._schedule, decode.nothing, 60.0)
 
     async def decode(self, job: Job, wait: float) -> list[Image.Image]:
-        """Decode an image or a video.
-
-        If the caller is cancelled, a waiting job is dropped and a running one soon stopped.
-        """
+        """Decode an image or a video; it is dropped or soon stopped if the caller is cancelled."""
         future = self._threads.submit(self._run, job)
         late = False
 

@@ -24,11 +24,7 @@ _FRAMES = "data:video/jpeg;base64,"
 
 
 class Pixels:
-    """Pixels that a request's images and frames occupy in memory until the request ends.
-
-    A file of a hundred kilobytes can decode to a hundred megabytes, so that the pixels of one
-    request and of all requests together are limited before anything is decoded.
-    """
+    """Pixels of a request's images until it ends, limited before anything is decoded."""
 
     def __init__(self, reader: MediaReader, most: int, all_together: int) -> None:
         self._reader, self._most, self._all_together = reader, most, all_together
@@ -84,10 +80,7 @@ class MediaReader:
         return Pixels(self, self._settings.max_request_pixels, self._settings.max_held_pixels)
 
     async def image(self, url: MediaUrl | str, pixels: Pixels) -> Image.Image:
-        """Fetch (``data:``, ``http(s):`` or ``file:``) and decode an image: RGB, as its EXIF says.
-
-        An `ImageError` says why not, an `OverloadedError` that other images fill the memory.
-        """
+        """Fetch and decode an image: RGB, as its EXIF says."""
         decoding = self._decode("image", taken(url), pixels)
         del url  # may hold the file
         [image] = await decoding

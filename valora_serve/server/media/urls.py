@@ -10,11 +10,7 @@ from pydantic_core import CoreSchema, core_schema
 
 
 class MediaUrl:
-    """URL of an image or video in a request, or the file itself, of a form.
-
-    A data: URL is a copy of the file in base64. The request that holds it lives until its answer
-    is sent, so that the text is handed over to the one who decodes it and freed then.
-    """
+    """URL of an image or video, or the file itself: taken once, and its text freed then."""
 
     __slots__ = ("_length", "_text")
 

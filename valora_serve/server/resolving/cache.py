@@ -225,10 +225,7 @@ class AdapterCache:
             ) from error
 
     def _reserve(self, room: int, name: str) -> None:
-        """Delete adapters that are not in use until there is room for another one.
-
-        An older version of the same one is deleted last: it is served if this one cannot be read.
-        """
+        """Delete adapters that are not in use until another one fits; its older version last."""
         with self._lock:
             idle = [one for one in self._entries if one != name and not self._keep(one)]
             idle += [name] if name in self._entries else []

@@ -12,11 +12,7 @@ from valora_serve.server.resolving.base import Found, Resolver, Stream, leads_in
 
 
 class FolderResolver(Resolver):
-    """Finds the adapter ``name`` in the folder ``place/name``.
-
-    Links that lead out of the place are not followed, but those of a Hugging Face cache. Each is
-    resolved once, and what it led to then is opened.
-    """
+    """Finds the adapter ``name`` in the folder ``place/name``, which links must not lead out of."""
 
     def __init__(self, scheme: str, place: str) -> None:
         super().__init__(scheme, place)

@@ -213,10 +213,7 @@ class OnRequest:
         self._loaded[name] = entry
 
     async def _fetched(self, attempt: _Attempt) -> Entry:
-        """Fetch an adapter in a thread that may outlive its caller, and the server.
-
-        One that hangs keeps its place, so that no more than `AT_ONCE` ever do.
-        """
+        """Fetch in a thread that may outlive the server; one that hangs keeps its place."""
         loop, seconds = asyncio.get_running_loop(), self._settings.adapter_seconds
         future: Future[Entry] = Future()
         future.set_running_or_notify_cancel()  # it ends although its caller is cancelled

@@ -102,11 +102,7 @@ class Metrics:
         return bytes(generate_latest(self.registry))
 
     async def page(self) -> bytes:
-        """All metrics in Prometheus' text format, made in a thread.
-
-        Requests that arrive while a page is being made share the next one, so that no number of
-        requests costs more than one page at a time.
-        """
+        """All metrics as text, made in a thread; who asks meanwhile shares the next page."""
         if self._next is None:
             self._next = asyncio.create_task(self._made())
         return await asyncio.shield(self._next)

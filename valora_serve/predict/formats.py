@@ -17,20 +17,32 @@ from valora_serve.predict.records import PREDICTIONS, Prediction, Results, writt
 
 Writer = Callable[[Results], Path]
 """Writes the answers of a run into its output folder, and returns the file or folder."""
+Rows = list[tuple[Prediction, list[tuple[int, list[float], float]]]]
+"""Answers with the class, edges and confidence of each box."""
 LOCAL = "/data/local-files/?d="
 """How Label Studio names a file below its document root (LOCAL_FILES_DOCUMENT_ROOT)."""
 
 
-def class_indices(results: Results, kind: str) -> dict[tuple[str, str], tuple[int, str]]:
-    """Return index and name (``domain/label`` if shared) of the class of each label of boxes."""
-    pairs = [(m.name, label) for m in results.domains.values() if m.boxes for label in m.labels]
-    if not pairs:
+def boxes(results: Results, kind: str) -> tuple[list[tuple[str, str]], list[str], Rows]:
+    """Return (domain, label) and name of each class, and each answer with its boxes.
+
+    The name is the label, or ``domain/label`` where several domains have it. `kind` is the format.
+    """
+    models = [model for model in results.domains.values() if model.boxes]
+    classes = [(model.name, label) for model in models for label in model.labels]
+    if not classes:
         raise SettingsError(f"format {kind} holds boxes, and no domain has any: use jsonl")
-    shared = Counter(label for _, label in pairs)
-    return {
-        (domain, label): (number, label if shared[label] == 1 else f"{domain}/{label}")
-        for number, (domain, label) in enumerate(pairs)
-    }
+    shared = Counter(label for _, label in classes)
+    names = [label if shared[label] == 1 else f"{domain}/{label}" for domain, label in classes]
+    rows = []
+    for made in results.predictions():
+        if results.domains[made.domain].boxes:
+            found = [
+                (classes.index((made.domain, one["label"])), one["box"], one["confidence"])
+                for one in made.detections
+            ]
+            rows.append((made, found))
+    return classes, names, rows
 
 
 def write_jsonl(results: Results) -> Path:
@@ -40,29 +52,26 @@ def write_jsonl(results: Results) -> Path:
 
 def write_coco(results: Results) -> Path:
     """Write ``coco.json``: boxes as (x, y, width, height) in pixels, ids from 1."""
-    indices = class_indices(results, "coco")
+    classes, names, rows = boxes(results, "coco")
     images: dict[str, dict[str, Any]] = {}
     annotations: list[dict[str, Any]] = []
-    for made in results.predictions():
-        if not results.domains[made.domain].boxes:
-            continue
-        size = {"width": made.width, "height": made.height}
-        fields = {"id": len(images) + 1, "file_name": made.file, **size}
-        image = images.setdefault(made.file, fields)
-        for found in made.detections:
-            x0, y0, x1, y1 = found["box"]
+    for made, found in rows:
+        image = images.setdefault(made.file, {
+            "id": len(images) + 1, "file_name": made.file, "width": made.width,
+            "height": made.height,
+        })  # fmt: skip
+        for number, (x0, y0, x1, y1), score in found:
             annotations.append({
-                "id": len(annotations) + 1, "image_id": image["id"],
-                "category_id": indices[made.domain, found["label"]][0] + 1,
-                "bbox": [x0, y0, x1 - x0, y1 - y0], "area": (x1 - x0) * (y1 - y0),
-                "iscrowd": 0, "score": found["confidence"],
+                "id": len(annotations) + 1, "image_id": image["id"], "category_id": number + 1,
+                "bbox": [x0, y0, x1 - x0, y1 - y0], "area": (x1 - x0) * (y1 - y0), "iscrowd": 0,
+                "score": score,
             })  # fmt: skip
     content = {
         "info": {"description": f"predictions of {results.model} (VaLoRA)"},
         "images": list(images.values()),
         "categories": [
-            {"id": number + 1, "name": name, "supercategory": domain}
-            for (domain, _), (number, name) in indices.items()
+            {"id": number, "name": name, "supercategory": domain}
+            for number, (name, (domain, _)) in enumerate(zip(names, classes, strict=True), 1)
         ],
         "annotations": annotations,
     }
@@ -71,21 +80,16 @@ def write_coco(results: Results) -> Path:
 
 def write_yolo(results: Results) -> Path:
     """Write ``yolo/``, to train Ultralytics with; ``confidences/`` is as its `save_conf` writes."""
-    indices = class_indices(results, "yolo")
-    folder = results.out / "yolo"
-    rows: dict[str, list[tuple[str, str]]] = {}
-    for made in results.predictions():
-        if not results.domains[made.domain].boxes:
-            continue
-        of_file = rows.setdefault(made.file, [])
-        for found in made.detections:
-            (x0, y0, x1, y1), width, height = found["box"], made.width, made.height
+    (_, names, rows), folder = boxes(results, "yolo"), results.out / "yolo"
+    lines: dict[str, list[tuple[str, str]]] = {}
+    for made, found in rows:
+        of_file, width, height = lines.setdefault(made.file, []), made.width, made.height
+        for number, (x0, y0, x1, y1), score in found:
             values = ((x0 + x1) / 2 / width, (y0 + y1) / 2 / height,
                       (x1 - x0) / width, (y1 - y0) / height)  # fmt: skip
-            number, _ = indices[made.domain, found["label"]]
             row = f"{number} " + " ".join(f"{value:.8f}" for value in values)
-            of_file.append((f"{row}\n", f"{row} {found['confidence']:.6f}\n"))
-    for file, of_file in rows.items():
+            of_file.append((f"{row}\n", f"{row} {score:.6f}\n"))
+    for file, of_file in lines.items():
         for at, part in enumerate(("labels", "confidences")):
             path = (folder / part / file).with_suffix(".txt")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +97,7 @@ def write_yolo(results: Results) -> Path:
     if not os.path.lexists(folder / "images"):
         (folder / "images").symlink_to(results.source, target_is_directory=True)
     content = {"path": str(folder.resolve()), "train": "images", "val": "images",
-               "names": dict(indices.values())}  # fmt: skip
+               "names": dict(enumerate(names))}  # fmt: skip
     written(folder / "data.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return folder
 
@@ -117,14 +121,15 @@ def _results(made: Prediction) -> list[dict[str, Any]]:
         return {"type": kind, "from_name": tag, "to_name": "image", "value": value,
                 "meta": {"text": [made.domain]}, **more}  # fmt: skip
 
-    if "detections" not in made.answer:
-        if made.answer.get("label") is None:
-            return [result("textarea", "text", {"text": [made.answer.get("text", "")]})]
-        chosen = {"choices": [made.answer["label"]]}
-        return [result("choices", "choice", chosen, score=made.answer.get("confidence"))]
-    found = []
+    answer = made.answer
+    if answer.get("label") is not None:
+        chosen = {"choices": [answer["label"]]}
+        return [result("choices", "choice", chosen, score=answer.get("confidence"))]
+    if "detections" not in answer:
+        return [result("textarea", "text", {"text": [answer.get("text", "")]})]
+    found, across, down = [], 100 / made.width, 100 / made.height
     for one in made.detections:
-        (x0, y0, x1, y1), across, down = one["box"], 100 / made.width, 100 / made.height
+        x0, y0, x1, y1 = one["box"]
         value = {"x": x0 * across, "y": y0 * down, "width": (x1 - x0) * across,
                  "height": (y1 - y0) * down, "rotation": 0,
                  "rectanglelabels": [one["label"]]}  # fmt: skip

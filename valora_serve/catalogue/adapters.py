@@ -369,19 +369,20 @@ class _Rules:
             rows = match_all(expressions, paths)
         except AdapterError as error:
             raise ValueError(f"{CONFIG} is damaged: {error}") from error
-        self._found = {
+        self._found: dict[Expression, dict[str, Any]] = {
             expression: dict(zip(paths, row, strict=True))
             for expression, row in zip(expressions, rows, strict=True)
         }
+        for option, *_ in NUMBERS:
+            for one in (_suffix(option, key) for key in filter(plain, self._config[option])):
+                match = re.compile(one.pattern).match  # which cannot hang
+                self._found[one] = {path: match(path) for path in paths}
 
     def number(self, option: str, general: str, paths: tuple[str, str]) -> Any:
         """That of the first pattern that matches a path or its end after a dot, or the general."""
         for path in dict.fromkeys(paths):
             for pattern, value in self._config[option].items():
-                if plain(pattern):
-                    if _ends_with(path, pattern):
-                        return value
-                elif self._found[_suffix(option, pattern)][path] is not None:
+                if self._found[_suffix(option, pattern)][path] is not None:
                     return value
         return self._config[general]
 
@@ -416,15 +417,6 @@ def _suffix(option: str, pattern: str) -> Expression:
 
 def _layer(pattern: str) -> Expression:
     return Expression("layers_pattern", "match", rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.")
-
-
-def _ends_with(path: str, pattern: str) -> bool:
-    """Match a pattern whose only special characters are dots, see `_suffix`."""
-    start = len(path) - len(pattern)
-    if start < 0 or (start and path[start - 1] != "."):
-        return False
-    end = path[start:]
-    return end == pattern or all(p in (".", c) for p, c in zip(pattern, end, strict=True))
 
 
 def _pair(

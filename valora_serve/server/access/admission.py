@@ -104,9 +104,7 @@ class Admission:
     def deadline(self, model: str | None, wanted: float | None) -> float | None:
         """Deadline in seconds: the request's own, but no longer than that of its domain."""
         own = self._deadlines.get(model or "", self._deadline) or None
-        if wanted is None or own is None:
-            return wanted if own is None else own
-        return min(wanted, own)
+        return min((one for one in (wanted, own) if one is not None), default=None)
 
     def waiting(self, running: int) -> int:
         """Number of admitted requests that the engine does not run yet."""

@@ -27,43 +27,31 @@ from valora_serve.catalogue.effect import check_effect
 from valora_serve.errors import AdapterError
 
 CASES = {
-    "plain": {"rank": 8, "alpha": 24},
-    "rslora": {"rank": 8, "alpha": 24, "use_rslora": True},
+    "plain": {"rank": 8, "alpha": 24}, "rslora": {"rank": 8, "alpha": 24, "use_rslora": True},
     "everything": {"rank": 4, "alpha": 4, "targets": EVERYTHING},
     "list": {"rank": 4, "targets": ["q_proj", "fc1", "linear_2"]},
     "all-linear": {"rank": 4, "targets": "all-linear"},
     "excluded": {"targets": ["q_proj", "v_proj"], "exclude_modules": r".*vision_tower.*"},
-    "one layer": {
-        "targets": ["q_proj", "down_proj"],
-        "layers_to_transform": [1],
-        "layers_pattern": "layers",
-    },
+    "one layer": {"targets": ["q_proj", "down_proj"], "layers_to_transform": [1],
+                  "layers_pattern": "layers"},
     "patterns": {
-        "rank": 8,
-        "alpha": 16,
-        "targets": EVERYTHING,
+        "rank": 8, "alpha": 16, "targets": EVERYTHING,
         "rank_pattern": {"v_proj": 4, r"layers\.1\.self_attn\.q_proj": 2, "linear_1": 12},
         "alpha_pattern": {"k_proj": 6, r".*language_model\.layers\.0\.mlp\.up_proj": 40},
     },
-    "rslora patterns": {
-        "rank": 8,
-        "alpha": 16,
-        "use_rslora": True,
-        "rank_pattern": {"v_proj": 3},
-        "alpha_pattern": {"o_proj": 5, "v_proj": 7},
-    },
+    "rslora patterns": {"rank": 8, "alpha": 16, "use_rslora": True, "rank_pattern": {"v_proj": 3},
+                        "alpha_pattern": {"o_proj": 5, "v_proj": 7}},
     "fan in": {"rank": 4, "fan_in_fan_out": True},
     "mica": {"rank": 4, "init_lora_weights": "mica"},
     "look-ahead": {"targets": r"^(?!.*vision)(?=.*layers).*\.(q_proj|up_proj)$"},
     "several lists": {
         "targets": ["q_proj", "v_proj", "down_proj"],
         "exclude_modules": ["layers.1.self_attn.v_proj"],
-        "layers_to_transform": [0, 1],
-        "layers_pattern": ["blocks", r"lay\w+"],
+        "layers_to_transform": [0, 1], "layers_pattern": ["blocks", r"lay\w+"],
         "rank_pattern": {r"^model\..*q_proj": 3, "self.attn.v_proj": 5, "v_proj": 7},
         "alpha_pattern": {"down_proj": 2, r"(?:q|v)_proj": 3},
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -349,40 +337,32 @@ def test_tensors_that_do_not_fit_are_named(rename, change, message, targets, fol
 def test_half_a_pair_and_twice_the_same(targets, folder):
     tensors = load_file(folder / WEIGHTS)
     name = next(key for key in tensors if "layers.0" in key and "lora_B" in key)
-    save_file({k: v for k, v in tensors.items() if k != name}, folder / WEIGHTS)
-    with pytest.raises(AdapterError, match=r"layers\.0.*no partner"):
-        read_adapter(folder, targets)
-    twice = name.removeprefix("base_model.model.")
-    save_file(tensors | {twice: tensors[name].clone()}, folder / WEIGHTS)
-    with pytest.raises(AdapterError, match="stored twice"):
-        read_adapter(folder, targets)
-    save_file({}, folder / WEIGHTS)
-    with pytest.raises(AdapterError, match="no tensors"):
-        read_adapter(folder, targets)
+    twice = {name.removeprefix("base_model.model."): tensors[name].clone()}
+    half = {k: v for k, v in tensors.items() if k != name}
+    for held, message in (
+        (half, r"layers\.0.*no partner"), (tensors | twice, "stored twice"), ({}, "no tensors"),
+    ):  # fmt: skip
+        save_file(held, folder / WEIGHTS)
+        with pytest.raises(AdapterError, match=message):
+            read_adapter(folder, targets)
 
 
-def test_damaged_files(random_llava, targets, tmp_path):
-    make_adapter(tmp_path, str(random_llava), seed=1)
-    weights = tmp_path / WEIGHTS
+def test_damaged_files(targets, folder):
+    weights, config = folder / WEIGHTS, folder / CONFIG
     whole = weights.read_bytes()
-    for size in (len(whole) - 1, len(whole) // 2, 5, 0):
-        weights.write_bytes(whole[:size])
-        with pytest.raises(AdapterError, match="truncated or damaged"):
-            read_adapter(tmp_path, targets)
-    weights.rename(tmp_path / "adapter_model.bin")
-    with pytest.raises(AdapterError, match=r"adapter_model.bin, a pickle.* serve what its"):
-        read_adapter(tmp_path, targets)
-    (tmp_path / "adapter_model.bin").unlink()
-    with pytest.raises(AdapterError, match=f"holds no {WEIGHTS}"):
-        read_adapter(tmp_path, targets)
-    (tmp_path / CONFIG).write_text("{")
-    with pytest.raises(AdapterError, match="no readable adapter_config"):
-        read_adapter(tmp_path, targets)
-    (tmp_path / CONFIG).write_text("[]")
-    with pytest.raises(AdapterError, match="only LORA"):
-        read_adapter(tmp_path, targets)
-    with pytest.raises(AdapterError, match="is no adapter"):
-        read_adapter(tmp_path / "nowhere", targets)
+    for damage, message in (
+        *((lambda size=size: weights.write_bytes(whole[:size]), "truncated or damaged")
+          for size in (len(whole) - 1, len(whole) // 2, 5, 0)),
+        (lambda: weights.rename(folder / "adapter_model.bin"),
+         r"adapter_model.bin, a pickle.* serve what its"),
+        ((folder / "adapter_model.bin").unlink, f"holds no {WEIGHTS}"),
+        (lambda: config.write_text("{"), "no readable adapter_config"),
+        (lambda: config.write_text("[]"), "only LORA"),
+        (lambda: shutil.rmtree(folder), "is no adapter"),
+    ):  # fmt: skip
+        damage()
+        with pytest.raises(AdapterError, match=message):
+            read_adapter(folder, targets)
 
 
 def test_an_adapter_for_another_base_model(random_llava, tmp_path):

@@ -15,85 +15,70 @@ from functools import partial
 
 import httpx
 
-from tests.fuzz.driver import address, error_of, served, together
+from tests.fuzz.driver import HEADERS, KEY, error_of, served, together
+from tests.fuzz.mutations import json_texts
 from tests.support.serve_helpers import make_bundle
 
-SECRET = "an-admin-key-for-the-fuzzing"
-HEADERS = {"authorization": f"Bearer {SECRET}"}
 JSON = {"content-type": "application/json"}
 FORM = {"content-type": "multipart/form-data; boundary=b"}
 LIMITS = {"health": 0.2}
 AT_ONCE, MIXED = 8, 8  # hostile requests of one kind, and of any
 CHAT, COMPLETIONS, VISION = "/v1/chat/completions", "/v1/completions", "/v1/vision/scene"
-RESPONSES, EMBEDDINGS = "/v1/responses", "/v1/embeddings"
 PATHS = (CHAT, COMPLETIONS, VISION, "/v1/load_lora_adapter", "/v1/unload_bundle")
 
 
 def hostile(rng):
     """Bodies that cost a careless server much, by name: path, headers, content or what makes it."""
     many = rng.randrange(200_000, 2_000_000)
-    user = [{"role": "user", "content": "a"}]
     path = rng.choice(PATHS)
     part = b'--b\r\ncontent-disposition: form-data; name="image"; filename="x"\r\n\r\nx\r\n'
 
-    def keys(form, count):
-        return b"{" + b",".join(form % n for n in range(count)) + b"}"
+    def media(kind, form, size):
+        data = base64.b64encode(rng.randbytes(size)).decode()
+        return url(kind, f"data:{kind}/{form};base64,{data}")
 
-    def coded(size):
-        return base64.b64encode(rng.randbytes(size))
+    def url(kind, text):
+        return turn([{"type": f"{kind}_url", f"{kind}_url": {"url": text}}])
 
-    def turn(content):
-        return b'{"messages":[{"role":"user","content":' + content + b'}],"max_tokens":1}'
+    def turn(content, **more):
+        return {"messages": [{"role": "user", "content": content}], "max_tokens": 1} | more
 
-    def picture(url):
-        return turn(b'[{"type":"image_url","image_url":{"url":"' + url + b'"}}]')
+    def frames():
+        data = base64.b64encode(rng.randbytes(75_000)).decode()
+        return turn([{"type": "frames", "frames": [f"data:image/jpeg;base64,{data}"] * 64}])
 
+    likely = {"n": 16, "max_tokens": 64, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
+    schema = {"schema": {"enum": [f"v{n}" for n in range(19_000)]}}
     bodies = {
-        "unknown keys": (path, lambda: keys(b'"k%d":1', many)),
-        "long keys": (path, lambda: keys(b'"%09000d":1', 5000)),
-        "nested lists": (path, b"[" * many),
-        "nested objects": (path, b'{"a":' * many),
         "tokens": (COMPLETIONS, b'{"prompt":[' + b"1," * many + b"1]}"),
-        "token lists": (COMPLETIONS, b'{"prompt":[' + b"[1]," * 900 + b"[1]]}"),
-        "stop texts": (COMPLETIONS, json.dumps(
-            {"prompt": "a" * 390_000, "stop": ["a" * n for n in range(1, 17)], "n": 16}).encode()),
-        "a huge integer": (path, b'{"n":' + b"9" * (10 * many) + b"}"),
-        "escapes": (CHAT, turn(b'"' + rb"\u0000" * many + b'"')),
-        "foreign characters": (CHAT, turn(('"' + "\u20ac" * many + '"').encode())),
-        "one character": (CHAT, turn(b'"' + b"a" * 399_000 + b'"')),
-        "marks": (COMPLETIONS, json.dumps({"prompt": "a\u0301" * 199_000}).encode()),
-        "messages": (CHAT, b'{"messages":[' + b'{"role":"user","content":"a"},' * 9_000 + b"1]}"),
+        "token lists": (COMPLETIONS, {"prompt": [[1]] * 901}),
+        "stop texts": (COMPLETIONS, {
+            "prompt": "a" * 390_000, "stop": ["a" * n for n in range(1, 17)], "n": 16}),
+        "escapes": (CHAT, turn("\0" * many)),
+        "foreign characters": (CHAT, turn("\u20ac" * many)),
+        "one character": (CHAT, turn("a" * 399_000)),
+        "marks": (COMPLETIONS, {"prompt": "a\u0301" * 199_000}),
+        "messages": (CHAT, {"messages": [{"role": "user", "content": "a"}] * 9_000 + [1]}),
         "unknown keys within": (CHAT, turn(
-            b'[{"type":"text",' + keys(b'"k%d":1', 4200)[1:40_000] + b'":1}]')),
-        "a large schema": (CHAT, json.dumps({"messages": user, "response_format": {
-            "type": "json_schema",
-            "json_schema": {"schema": {"enum": [f"v{n}" for n in range(19_000)]}}}}).encode()),
-        "log probabilities": (CHAT, json.dumps({
-            "messages": user, "n": 16, "max_tokens": 64, "ignore_eos": True, "logprobs": True,
-            "top_logprobs": 20}).encode()),
-        "a logit bias": (CHAT, json.dumps(
-            {"messages": user, "logit_bias": {str(n): 1 for n in range(4000)}}).encode()),
-        "log probabilities, streamed": (CHAT, json.dumps({
-            "messages": user, "n": 16, "max_tokens": 32, "ignore_eos": True, "logprobs": True,
-            "top_logprobs": 20, "stream": True}).encode()),
-        "log probabilities of a prompt": (COMPLETIONS, json.dumps({
-            "prompt": "a b c d " * 200, "max_tokens": 0, "echo": True, "logprobs": 20}).encode()),
-        "log probabilities of a response": (RESPONSES, json.dumps({
+            [{"type": "text", **{f"k{n}": 1 for n in range(4200)}}])),
+        "a large schema": (CHAT, turn("a", response_format={
+            "type": "json_schema", "json_schema": schema})),
+        "log probabilities": (CHAT, turn("a", **likely)),
+        "log probabilities, streamed": (CHAT, turn("a", **likely, stream=True)),
+        "a logit bias": (CHAT, turn("a", logit_bias={str(n): 1 for n in range(4000)})),
+        "log probabilities of a prompt": (COMPLETIONS, {
+            "prompt": "a b c d " * 200, "max_tokens": 0, "echo": True, "logprobs": 20}),
+        "log probabilities of a response": ("/v1/responses", {
             "input": "a", "max_output_tokens": 400, "top_logprobs": 20,
-            "include": ["message.output_text.logprobs"]}).encode()),
-        "embeddings": (EMBEDDINGS, json.dumps({"input": ["a b c"] * 300}).encode()),
-        "a large image": (CHAT, lambda: picture(
-            b"data:image/png;base64," + coded(15_000_000))),
-        "a large video": (CHAT, lambda: turn(
-            b'[{"type":"video_url","video_url":{"url":"data:video/mp4;base64,'
-            + coded(24_000_000) + b'"}}]')),
-        "many frames": (CHAT, turn(
-            b'[{"type":"frames","frames":["data:image/jpeg;base64,'
-            + b'","data:image/jpeg;base64,'.join([coded(75_000)] * 64) + b'"]}]')),
-        "a long url": (CHAT, picture(b"http://" + b"a/" * many)),
-        "a surrogate": (CHAT, turn(rb'"\ud800"')),
-        "bytes": (path, rng.randbytes(many)),
+            "include": ["message.output_text.logprobs"]}),
+        "embeddings": ("/v1/embeddings", {"input": ["a b c"] * 300}),
+        "a large image": (CHAT, partial(media, "image", "png", 15_000_000)),
+        "a large video": (CHAT, partial(media, "video", "mp4", 24_000_000)),
+        "many frames": (CHAT, frames),
+        "a long url": (CHAT, url("image", "http://" + "a/" * many)),
+        "a surrogate": (CHAT, json.dumps(turn("\ud800")).encode()),
         "too large": (path, b" " * (70 * 2**20)),
+        **{name: (path, make) for name, make in json_texts(rng, many).items()},
     }  # fmt: skip
     forms = {
         "parts of a form": part * 20_000 + b"--b--",
@@ -107,18 +92,19 @@ def hostile(rng):
     }
     long = {"content-type": f"multipart/form-data; boundary={'b' * 9000}"}
     url_form = {"content-type": "application/x-www-form-urlencoded"}
-    made = {name: (place, JSON, body) for name, (place, body) in bodies.items()}
-    made |= {name: (VISION, FORM, body) for name, body in forms.items()}
-    made["a long boundary"] = (VISION, long, b"--" + b"b" * many)
-    made["a form in JSON's place"] = (path, url_form, b"a=1&" * many)
-    made["compressed"] = (path, JSON | {"content-encoding": "gzip"}, rng.randbytes(many))
-    return made
+    return {
+        **{name: (place, JSON, body) for name, (place, body) in bodies.items()},
+        **{name: (VISION, FORM, body) for name, body in forms.items()},
+        "a long boundary": (VISION, long, b"--" + b"b" * many),
+        "a form in JSON's place": (path, url_form, b"a=1&" * many),
+        "compressed": (path, JSON | {"content-encoding": "gzip"}, rng.randbytes(many)),
+    }
 
 
 def raw(rng):
     """Requests that HTTP clients do not send."""
     post = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer "
-    post += SECRET.encode() + b"\r\ncontent-type: application/json\r\n"
+    post += KEY.encode() + b"\r\ncontent-type: application/json\r\n"
     chunked = post + b"transfer-encoding: chunked\r\n\r\n"
     end = b" HTTP/1.1\r\nhost: localhost\r\n\r\n"
     get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
@@ -151,10 +137,13 @@ def post(url, path, headers, content):
     return str(answer.status_code)
 
 
-def talk(url, data):
+def talk(port, data):
     """Send bytes that may be no request."""
     answer = b""
-    with contextlib.suppress(OSError), socket.create_connection(address(url), timeout=10) as sock:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as sock,
+    ):
 
         def send():
             with contextlib.suppress(OSError):
@@ -172,7 +161,7 @@ def running(folder):
     """``valora-serve`` with a random bundle; case N is the Nth of all kinds, in turn."""
     (folder / "store").mkdir()
     arguments = (
-        make_bundle(folder / "bundle", "tiny"), "--no-golden", "--api-key", SECRET,
+        make_bundle(folder / "bundle", "tiny"), "--no-golden", "--api-key", KEY,
         "--allow-runtime-loading", "--adapter-folder", folder / "store",
         "--state-file", folder / "served.json", "--log-level", "error",
         # What is asked at random may take minutes on a CPU.
@@ -180,7 +169,6 @@ def running(folder):
     )  # fmt: skip
 
     with served(*arguments, cwd=folder) as process:
-        url = process.url
 
         def make(rng, number):
             bodies, data = hostile(rng), raw(rng)
@@ -188,12 +176,14 @@ def running(folder):
             names = [*works, "a mixture"]
             name = names[number % len(names)]
             chosen = rng.choices(works, k=MIXED) if name == "a mixture" else [name] * AT_ONCE
-            sends = {one: partial(talk, url, data[one]) for one in chosen if one in data}
+            sends = {one: partial(talk, process.port, data[one]) for one in chosen if one in data}
             for one in dict.fromkeys(chosen):
                 if one in bodies:
                     path, headers, content = bodies[one]
                     content = content() if callable(content) else content
-                    sends[one] = partial(post, url, path, headers, content)
-            return [name], ", ".join(sends), lambda: together([sends[one] for one in chosen])
+                    if isinstance(content, dict):
+                        content = json.dumps(content, ensure_ascii=False).encode()
+                    sends[one] = partial(post, process.url, path, headers, content)
+            return name, ", ".join(sends), lambda: together([sends[one] for one in chosen])
 
-        yield url, process.process.pid, make
+        yield process, make

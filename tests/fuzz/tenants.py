@@ -1,0 +1,123 @@
+"""A server with adapters and bundles, and what its tenants ask: each has one right answer."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from dataclasses import dataclass
+
+import httpx
+
+from tests.fuzz.driver import HEADERS, KEY, served
+from tests.fuzz.media import drawing
+from tests.support.http_helpers import CHAT, chat, data_url, encoded
+from tests.support.lmm_checkpoints import save_llava
+from tests.support.serve_helpers import DOMAINS as PACK
+from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, make_adapter, make_bundle
+
+ADAPTERS = {  # half of them are loaded only at times
+    "red": {"rank": 8, "targets": EVERYTHING},
+    "green": {"rank": 4, "targets": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 7}},
+    "blue": {"rank": 6, "targets": MLP, "use_rslora": True, "rank_pattern": {".*gate_proj": 3}},
+    "ash": {"rank": 1, "targets": LANGUAGE, "alpha": 4},
+    "elm": {"rank": 9, "targets": EVERYTHING, "alpha": 8},
+}
+ALWAYS, SOMETIMES = ("red", "green", "blue"), ("ash", "elm")
+MORE = ("signs", "things")  # domains of the bundle that is loaded at times
+VERBS = ("unload", "load")
+HEADS = ("plates", "scene", *MORE)  # domains that are asked without text
+
+
+@dataclass(eq=False)
+class Question:
+    """Something to ask, with one right answer."""
+
+    model: str | None
+    text: str
+    image: bytes | None
+    tokens: int
+
+    def request(self, base, **more):
+        """Path, and how httpx sends it; `more` are fields of the request."""
+        if not self.text:
+            files = {"image": ("a.png", self.image)}
+            return f"/v1/vision/{self.model}", {"files": files, "data": more}
+        url = self.image and data_url(self.image)
+        settings = {"model": self.model or base, "temperature": 0, "max_tokens": self.tokens}
+        return CHAT, {"json": chat(self.text, url, **settings | more)}
+
+
+def content_of(answer):
+    """What matters of an answer: text, why it ended and probabilities; or a head's results."""
+    found = answer.json()
+    if "results" in found:
+        return found["results"]
+    choice = found["choices"][0]
+    return choice["message"]["content"], choice["finish_reason"], choice.get("logprobs")
+
+
+class Tenants:
+    """Adapters and bundles in a folder, a server of them, and an administrator's questions."""
+
+    def __init__(self, folder):
+        self.folder, self.store, self.model = folder, folder / "store", ""
+        self.base = str(save_llava(folder / "base", seed=5, side=16))
+        for number, (name, options) in enumerate(ADAPTERS.items()):
+            make_adapter(self.store / name, self.base, seed=number, strength=0.3, **options)
+        self.bundle = make_bundle(folder / "pack", self.base, name="pack", seed=3)
+        domains = dict(zip(MORE, (PACK["scene"], PACK["plates"]), strict=True))
+        make_bundle(self.store / "more", self.base, name="more", domains=domains, seed=4)
+        draw, self.questions = random.Random(1), []
+        for model in (None, *ADAPTERS, "caption"):
+            for n in range(6):
+                words = " ".join(draw.choices(("what", "is", "this", "thing"), k=1 + 3 * n))
+                image = encoded(drawing(30 + n, 9 + n), "PNG") if n % 3 else None
+                self.questions.append(Question(model, words, image, (2, 9, 30)[n % 3]))
+        for domain in HEADS:
+            images = [encoded(drawing(20 + n, 31), "PNG") for n in range(5)]
+            self.questions += [Question(domain, "", image, 1) for image in images]
+
+    def client(self):
+        """A client of the server with a connection of its own, which it closes before that does."""
+        limits = httpx.Limits(keepalive_expiry=1)
+        options = {"headers": HEADERS, "limits": limits, "timeout": 90, "trust_env": False}
+        return httpx.Client(base_url=self.server.url, **options)
+
+    @contextlib.contextmanager
+    def served(self, policy, *arguments, **ending):
+        """A server of the bundle, which lets adapters be loaded."""
+        given = (
+            self.bundle, "--base", self.base, "--allow-runtime-loading",
+            "--adapter-folder", self.store, "--api-key", KEY,
+            "--state-file", self.folder / "state" / "served.json", "--policy", policy,
+            "--dtype", "float32", "--device", "cpu", "--drain-seconds", 30, *arguments,
+        )  # fmt: skip
+        with served(*given, cwd=self.folder, **ending) as self.server:
+            self.http = self.client()
+            cards = self.get("/v1/models")["data"]
+            self.model = next(card["id"] for card in cards if card["kind"] == "base")
+            yield self.server
+
+    def post(self, path, body):
+        return self.http.post(f"/v1/{path}", json=body)
+
+    def get(self, path):
+        return self.http.get(path).raise_for_status().json()
+
+    def names(self):
+        """What can be asked: adapters, and domains of bundles."""
+        return {card["id"] for card in self.get("/v1/models")["data"]}
+
+    def ask(self, question):
+        """Ask alone; return what the answer says, with log probabilities."""
+        chosen = {"logprobs": True, "top_logprobs": 2} if question.text else {}
+        path, body = question.request(self.model, **chosen)
+        return content_of(self.http.post(path, **body).raise_for_status())
+
+    def change(self, name, load=True, path=None):
+        """Load or unload an adapter, or a bundle by a domain's name; return the answer."""
+        if name not in MORE:
+            path = {"lora_path": path or name} if load else {}
+            return self.post(f"{VERBS[load]}_lora_adapter", {"lora_name": name} | path)
+        body = {"bundle_path": path or "more"} if load else {"bundle_name": "more"}
+        return self.post(f"{VERBS[load]}_bundle", body)

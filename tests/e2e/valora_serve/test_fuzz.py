@@ -7,7 +7,7 @@ from tests.fuzz.driver import fuzz
 
 pytestmark = pytest.mark.slow
 
-# Cases, seed, limits that are generous, since the tests share the machine, and what must come of it.
+# Cases, seed, limits (generous: the tests share the machine), and what must come of it.
 RUNS = {
     "adapters": (40, 11, {}, {"refused", "served"}),
     "media": (60, 1, {"seconds": 60.0}, {"answered"}),

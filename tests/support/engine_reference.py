@@ -26,7 +26,7 @@ from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.lmm import Lmm
-from valora_serve.model.preparation import CROWDED, DECODE, KERNELS, PROMPT
+from valora_serve.model.work import CROWDED, DECODE, KERNELS, PROMPT
 from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.types import Output, PromptLogprobs, Request, SamplingParams, TokenLogprobs
 
@@ -251,7 +251,7 @@ def capture(runner, terms=(0, 1, 2)):
         if wanted.kind != KERNELS:
             runner.prepare(wanted)
     steps = (DECODE, PROMPT, CROWDED)
-    return sum(len(runner._graphs[kind].captured()) for kind in steps)
+    return sum(len(runner._graphs[kind].held) for kind in steps)
 
 
 def collect(outputs, into):
@@ -295,6 +295,11 @@ def run(engine, requests, *, together=None):
         collect(engine.step(), found)
         engine.add(prepared)
     return finish(engine, found)
+
+
+def tokens(found):
+    """The tokens of the answers that `run` returns, by id."""
+    return {name: got.tokens for name, got in found.items()}
 
 
 def question(name, model=None, *, tokens=6, **more):

@@ -117,7 +117,7 @@ class ForkedWorker(Forked):
 
 
 def _work(pipe):
-    os._exit(workers.main([str(pipe.fileno())]))
+    workers.main([str(pipe.fileno())])
 
 
 @contextmanager

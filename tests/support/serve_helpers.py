@@ -70,6 +70,17 @@ def make_adapter(
     return folder
 
 
+def make_adapters(folder, base, strength, **kinds):
+    """Adapters by name: the seed, rank, alpha and targets of each, and pairs of more options."""
+    return {
+        name: make_adapter(
+            folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets,
+            strength=strength, **dict(options),
+        )
+        for name, (seed, rank, alpha, targets, *options) in kinds.items()
+    }  # fmt: skip
+
+
 def hidden_width(base):
     """Width of a base model's last hidden states."""
     return int(AutoConfig.from_pretrained(base_folder(base)).get_text_config().hidden_size)

@@ -71,8 +71,9 @@ class AsyncEngine:
         if engine.tuning is not None:
             engine.tuning.tuner.compiler.on_news = self._wake.set
         engine.runner.on_compiled = self._wake.set
+        self.base, self.context_length = engine.lmm.base, engine.context_length
         # For the event loop's thread; the engine's thread has a copy of its own.
-        self._tokenizer = copy.deepcopy(engine.lmm.tokenizer)
+        self.tokenizer: Any = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         if engine.workers is not None:
@@ -205,11 +206,11 @@ class AsyncEngine:
                 future.set_exception(error)
 
         with self._closing:
-            if not self._closed:
+            if self._closed:
+                run()  # it has failed, or is stopped
+            else:
                 self._calls.append(run)
                 self._wake.set()
-                return future
-        future.set_exception(StoppedError(self._failed or "the engine is stopped"))
         return future
 
     async def _await(self, function: Callable[[], T]) -> T:
@@ -365,19 +366,7 @@ class AsyncEngine:
     # ------------------------------------------------------------------ facts
 
     def count_tokens(self, text: str) -> int:
-        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    @property
-    def tokenizer(self) -> Any:
-        return self._tokenizer
-
-    @property
-    def base(self) -> str:
-        return self._engine.lmm.base
-
-    @property
-    def context_length(self) -> int:
-        return self._engine.context_length
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @property
     def lost(self) -> str | None:

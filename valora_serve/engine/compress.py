@@ -27,7 +27,6 @@ from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import AdapterError, RequestError, ServeError, TooLongError
 from valora_serve.model.heads import EMBEDDING, EmbeddingHead
 from valora_serve.model.prompt import PLACEHOLDER, MemoryTokens, Prompt
-from valora_serve.model.split_linears import SplitLinears
 from valora_serve.types import NewContext, Output, Request
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ def _check(lmm: Lmm, wanted: NewContext) -> None:
         raise RequestError(f"tokens: the encoder decides how many {MEMORY_TOKENS} it makes")
     if wanted.form == PREFIX and wanted.encoder is not None:
         raise RequestError(f"encoder: a {PREFIX} needs none: set form to {MEMORY_TOKENS}")
-    if wanted.form == PREFIX and isinstance(lmm.linears, SplitLinears):
+    if wanted.form == PREFIX and lmm.linears.group is not None:
         raise RequestError(
             f"context {wanted.name}: several GPUs that share a model cannot make a {PREFIX}: set "
             f"form to {MEMORY_TOKENS}"

@@ -14,7 +14,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,33 +27,30 @@ from valora_kernels.operators import operator
 from valora_serve import errors
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
-from valora_serve.engine.adapter_registry import AdapterRegistry
+from valora_serve.engine.adapter_registry import AdapterRegistry, MergeState
 from valora_serve.engine.compress import Compression, prepare_compression
 from valora_serve.engine.images import ImageEncoder
-from valora_serve.engine.launch import Flight, head_request, make_work
-from valora_serve.engine.merge import MergeState
 from valora_serve.engine.preprocessing import Preprocessing
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
 from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY, NF4_PACKED, UNMERGEABLE
 from valora_serve.engine.tuning import make_tuning
 from valora_serve.engine.warm_up import WarmUp
-from valora_serve.engine.workers import SplitRunner, Workers
+from valora_serve.engine.workers import Workers
 from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
 from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
 from valora_serve.memory.unified import PageShape, UnifiedMemory
 from valora_serve.model.attention.base import KVCache
-from valora_serve.model.finite import BROKEN
-from valora_serve.model.heads import launch_heads
+from valora_serve.model.heads import HeadLogits, launch_heads
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
-from valora_serve.model.work import AdapterTable, Work
+from valora_serve.model.sampler import BROKEN
+from valora_serve.model.work import Work
 from valora_serve.orchestrator.cost_model import CostModel, load_or_estimate
 from valora_serve.orchestrator.decision import Decision, StepLimits, View, window
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
-from valora_serve.parallel.partition import LoraParallel
 from valora_serve.tokens import text_and_bytes
 from valora_serve.types import (
     EngineStats,
@@ -72,6 +69,7 @@ if TYPE_CHECKING:
 
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.model.sampler import StepLogprobs
+    from valora_serve.model.work import StepResult
     from valora_serve.parallel.group import Group
     from valora_serve.types import NewContext
 
@@ -83,6 +81,18 @@ MASK_SECONDS = 0.005  # time of a step in which the masks of constraints are com
 
 Shares = list[tuple[SequenceState, int]]
 """Requests of a batch, and the number of tokens that are computed of each."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched and whose results the host has not read yet."""
+
+    choosing: list[SequenceState]  # get the tokens of `result`
+    result: StepResult
+    answering: list[SequenceState]  # get those of `heads`, riders included
+    heads: HeadLogits | None
+    mode: Mode
+    merged: str | None  # key of the adapter in the weights
 
 
 class Engine:
@@ -173,6 +183,7 @@ class Engine:
                 dtype=lmm.dtype,
                 device=self.device,
             )
+        lmm.linears.lora = self.memory.lora
         kept = math.ceil(settings.adapter_share * self.memory.pages)  # for adapters alone
         if self.memory.pages - kept < 2:  # one of them is for rows that fill a step up
             raise errors.SettingsError(
@@ -235,27 +246,26 @@ class Engine:
         settings = self.settings
         packed = settings.quantize == NF4_PACKED
         quantize = NF4 if packed or settings.quantize == NF4 else None
-        device = group.device if group else sizing.find_device(settings.device)
+        device = group.device if group else sizing.find_device(settings)
         return Lmm.load(
             settings.base, sizing.find_dtype(settings.dtype, device), device, quantize,
             fp8=settings.quantize == FP8, packed=packed, group=group,
-            lora=LoraParallel(settings.lora_parallel),
+            lora=settings.lora_parallel,
         )  # fmt: skip
 
     def _make_runner(self, group: Group | None) -> ModelRunner:
         settings, lmm = self.settings, self.lmm
-        make = ModelRunner if group is None else partial(SplitRunner, group)
-        return make(
+        return ModelRunner(
             lmm,
             KVCache(self.memory.kv, settings.block_size, lmm.heads),
-            AdapterTable(self.adapters.ranks, self.adapters.scalings),
+            self.adapters,
             backend=settings.attention,
             max_tokens=settings.max_tokens,
             max_requests=settings.max_requests,
             max_adapters=settings.max_adapters,
-            graphs=sizing.decode_sizes(settings),
-            prompt_graphs=sizing.prompt_sizes(settings, self.device),
-            vision_graphs=sizing.image_counts(settings, self.device),
+            sizes=sizing.graph_sizes(settings, self.device),
+            left=self.start_up.left,
+            group=group,
         )
 
     # ------------------------------------------------------------------ before requests come
@@ -309,7 +319,7 @@ class Engine:
         """Capture anew, as weights moved, or take adapters; graphs hold the language model."""
         if self.runner.has_lora and not language:
             return
-        self.runner.has_lora = True
+        self.runner.take_lora()
         if self.tuning is not None:
             self.tuning.restart()
         if self._warm:
@@ -458,14 +468,9 @@ class Engine:
             )
         if decision.preempt:
             self._preempt(decision.preempt)
-        merged = decision.merged
-        if merged is not None and merged not in self.adapters.resident:
-            merged = None
-        if (
-            not self.merge_state.switch(decision.mode, merged)
-            and merged is not None
-            and merged in self.adapters.quarantined
-        ):
+        merged = decision.merged if decision.merged in self.adapters.resident else None
+        switched = self.merge_state.switch(decision.mode, merged)
+        if not switched and merged is not None and merged in self.adapters.quarantined:
             self._fail_adapter(merged, self.registry.quarantined(merged))
         self._idle = not decision.batch
         if self._idle and not view.running and not self.adapters.loading:
@@ -589,7 +594,7 @@ class Engine:
                 sequence.memory = None
                 if sequence.head is not None:
                     answering += self._with_riders(sequence)
-        inputs = [head_request(one) for one in answering]
+        inputs = [one.head_request() for one in answering]
         heads = launch_heads(inputs) if inputs else None
         for sequence in answering:  # its keys and values are not needed any more
             if sequence.request.keep_kv:
@@ -666,7 +671,7 @@ class Engine:
                 if now > until:
                     continue
             try:
-                works.append(make_work(sequence, count, table(sequence.id), adapters, lmm))
+                works.append(sequence.work(count, table(sequence.id), adapters, lmm))
             except Exception as error:  # noqa: BLE001 - its own request gets it
                 self._fail(sequence, _as_serve_error(sequence.id, error))
             else:

@@ -27,9 +27,6 @@ class ImageEncoder:
         self._runner, self._adapters, self._most = runner, adapters, most_bytes
         self._kept: OrderedDict[bytes, VisualFeatures] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def encode(
         self, shares: Sequence[tuple[SequenceState, int]]
     ) -> list[tuple[SequenceState, ImageError]]:

@@ -40,6 +40,9 @@ ADAPTERS, LOAD_WAIT = 16, 5.0
 MERGED_ADAPTERS, REPEATS = 3, 5
 """Most adapters whose merging is measured, and merges of each that are timed."""
 
+Step = tuple[StepShape, list[Work], str | None]
+"""A step to measure: its shape, its works, and the key of the adapter merged into the weights."""
+
 SECONDS = 60.0
 """Most seconds to spend on steps; the cost model is fitted to what was measured until then."""
 
@@ -143,13 +146,12 @@ class Profiler:
                 merges.append((rank, _switch_time(engine, key)))
                 unmerges.append(_switch_time(engine, None))
             yield None
-        mergeable = bool(engine.lmm.linears.merged)
         yield engine.cost.fit(
             list(points.items()),
             machine=machine_of(engine.settings, engine.device),
             model=engine.lmm.base,
-            merges=merges if mergeable else (),
-            unmerges=unmerges if mergeable else (),
+            merges=merges,
+            unmerges=unmerges,
             loads=self._loads,
             captured_rows=captured,
             uncaptured_seconds=uncaptured,
@@ -158,7 +160,8 @@ class Profiler:
 
 def _mergeable(engine: Engine) -> list[str]:
     adapters = engine.adapters
-    return sorted(adapters.resident - adapters.unmergeable.keys())
+    found = sorted(adapters.resident - adapters.unmergeable.keys())
+    return found if engine.lmm.linears.merged else []
 
 
 def _load(engine: Engine) -> list[tuple[int, float]]:
@@ -183,13 +186,13 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
     return times
 
 
-def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]:
-    """Yield the steps to measure: shape, works, and key of the adapter merged into the weights."""
+def _steps(engine: Engine) -> Iterator[Step]:
+    """Yield the steps to measure."""
     most = min(len(engine.adapters.resident), engine.settings.max_adapters)
     mixes: list[tuple[Mode, str | None, int]] = [(Mode.UNMERGED, None, 0)]
     if most:
         mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, most)]
-        if engine.lmm.linears.merged and (mergeable := _mergeable(engine)):
+        if mergeable := _mergeable(engine):
             mixes.append((Mode.MIXTURE, mergeable[0], most))
     settings, cuda = engine.settings, engine.device.type == "cuda"
     most_rows = min(settings.max_requests, settings.max_tokens)
@@ -207,9 +210,7 @@ def _steps(engine: Engine) -> Iterator[tuple[StepShape, list[Work], str | None]]
                     yield from _shape(engine, mode, merged, distinct, mixed)
 
 
-def _uncaptured(
-    engine: Engine, captured: int
-) -> Iterator[tuple[StepShape, list[Work], str | None]]:
+def _uncaptured(engine: Engine, captured: int) -> Iterator[Step]:
     """Yield the smallest step that no graph holds: a few prompts beside many decoding requests."""
     few = min(4, engine.settings.max_requests)
     rows = [(CONTEXTS[0], 1)] * min(64, engine.settings.max_requests - few, captured // 2)
@@ -221,12 +222,8 @@ def _uncaptured(
 
 
 def _shape(
-    engine: Engine,
-    mode: Mode,
-    merged: str | None,
-    distinct: int,
-    rows: list[tuple[int, int]],
-) -> Iterator[tuple[StepShape, list[Work], str | None]]:
+    engine: Engine, mode: Mode, merged: str | None, distinct: int, rows: list[tuple[int, int]]
+) -> Iterator[Step]:
     """Yield one step of rows (tokens in the KV cache, tokens to compute), if pages suffice."""
     adapters = engine.adapters
     resident = sorted(adapters.resident)[:distinct]

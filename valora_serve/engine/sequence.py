@@ -1,14 +1,21 @@
-"""The state of one request in the engine."""
+"""The state of one request in the engine, and what the model computes for it in a step."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from valora_kernels.metadata import NONE
+from valora_serve.errors import RequestError
+from valora_serve.model.heads import HeadRequest
+from valora_serve.model.sampler import TokenChoice
+from valora_serve.model.work import Work
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Finish, PromptLogprobs, Request
 
@@ -17,8 +24,10 @@ if TYPE_CHECKING:
 
     from valora_data.contract.head import Head
     from valora_serve.catalogue.store import ResolvedModel
+    from valora_serve.memory.adapter_memory import AdapterMemory
     from valora_serve.memory.block_manager import ImageSpan
     from valora_serve.model.detokenizer import Detokenizer
+    from valora_serve.model.lmm import Lmm
     from valora_serve.model.prompt import Prompt, VisualFeatures
     from valora_serve.model.sampler import Bias, StepLogprobs, TokenCounts
 
@@ -93,14 +102,71 @@ class SequenceState:
         """Tokens of the answer, those included that only the device knows."""
         return self.length - self.prompt_tokens
 
-    def positions(self, start: int, end: int) -> NDArray[np.int64]:
+    def work(self, count: int, table: list[int], adapters: AdapterMemory, lmm: Lmm) -> Work:
+        """Return what the model computes for the next tokens; `RequestError` if none is allowed."""
+        start, prompt = self.computed, self.prompt
+        end = start + count
+        terms = [(adapters.slot(key), weight) for key, weight in self.adapters.items()]
+        work = Work(
+            place=self.place if self.place is not None else 0,
+            start=start,
+            count=count,
+            tokens=None,
+            table=table,
+            adapter=terms[0][0] if terms else NONE,
+            weighted=() if self.view.adapter in self.adapters else terms,
+            plain=min(max(self.own_from - start, 0), count),
+            delta=prompt.delta,
+        )
+        if not (self.chosen and count == 1):
+            work.tokens = self.ids[start:end]
+        if start < self.prompt_tokens:
+            if prompt.positions is not None:
+                work.positions = self._positions(start, end)
+            work.visuals = self._visuals(start, end)
+            blocks = self.view.blocks
+            work.blocks = [one for one in blocks if start <= one[0] and one[1] <= end]
+            if self.scores is not None:  # those of the prompt's tokens that follow
+                work.targets = self.ids[start + 1 : min(end + 1, self.prompt_tokens)]
+            work.prompt_logprobs = self.request.sampling.prompt_logprobs or 0
+        if self.head is not None:
+            work.keep = self._kept(start, end)
+        elif end == self.length:
+            work.choice = self._choice(lmm)
+            work.logprobs = self.request.sampling.logprobs
+        return work
+
+    def _choice(self, lmm: Lmm) -> TokenChoice:
+        params = self.request.sampling
+        early = self.generated < params.min_tokens
+        forbidden = tuple(lmm.stop_ids) if early else ()
+        counts = self.counts
+        if counts is not None:
+            counts.update(self.ids, self.prompt_tokens)
+        choice = TokenChoice(params, self.generator, forbidden, None, counts, self.bias)
+        if params.constraint is None:
+            return choice
+        allowed = np.ones(lmm.vocabulary, dtype=np.bool_)
+        began = time.monotonic()
+        params.constraint.mask(allowed)
+        self.mask_seconds += time.monotonic() - began
+        if not allowed.any():
+            raise RequestError(
+                f"request {self.id} was given up, as its JSON schema allows no token that the "
+                "model has: simplify the schema"
+            )
+        if forbidden and allowed.sum() == allowed[list(forbidden)].sum():
+            forbidden = ()  # only stop tokens are allowed: the answer ends before min_tokens
+        return replace(choice, allowed=allowed, forbidden=forbidden)
+
+    def _positions(self, start: int, end: int) -> NDArray[np.int64]:
         """Return the [3, rows] positions of tokens `start` to `end`, generated ones included."""
         assert self.prompt.positions is not None
         known = self.prompt.positions[:, start:end]
         rest = np.arange(start + known.shape[1], end)[None] + self.prompt.delta
         return np.concatenate([known, np.repeat(rest, 3, axis=0)], axis=1)
 
-    def visuals(
+    def _visuals(
         self, start: int, end: int
     ) -> list[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]]:
         """Images and memory tokens from `start` to `end`: own rows, features, and their rows."""
@@ -178,7 +244,7 @@ class SequenceState:
             self.after = None
         return False
 
-    def kept(self, start: int, end: int) -> NDArray[np.int64]:
+    def _kept(self, start: int, end: int) -> NDArray[np.int64]:
         """Return which of the tokens `start` to `end` the head reads, counted from `start`."""
         assert self.head is not None
         if not self.head.reads_visual:
@@ -186,3 +252,21 @@ class SequenceState:
             return np.arange(first, max(min(end, self.prompt_tokens), first)) - start
         at = np.sort(np.concatenate([visual.read for visual in self.prompt.visuals]))
         return at[(at >= start) & (at < end)] - start
+
+    def head_request(self) -> HeadRequest:
+        """Return what the head of a request computes from the hidden states that it reads."""
+        head, visuals = self.head, self.prompt.visuals
+        assert head is not None
+        (hidden,), self.hidden = self.hidden, []
+        visual, places = None, None
+        sizes: list[tuple[int, int]] = []
+        if head.reads_visual:
+            if any(item.cells is not None for item in visuals):
+                # They were kept in the order of the prompt; a head reads whole rows of the grid.
+                order = np.concatenate([item.read for item in visuals]).argsort().argsort()
+                hidden = hidden[torch.from_numpy(order).to(hidden.device)]
+            visual = torch.ones(len(hidden), dtype=torch.bool)
+            sizes = [item.size for item in visuals]
+        if head.reads_places:
+            places = torch.cat([item.places() for item in visuals])
+        return HeadRequest(head, hidden, visual, sizes, self.request.min_score, places)

@@ -9,7 +9,7 @@ from valora_data.contract.quantized import NF4
 from valora_kernels.operators import ATMM, OPERATORS
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
-from valora_serve.parallel.partition import LoraParallel
+from valora_serve.parallel.partition import LORA_PARALLEL, REPLICATE_A
 
 FP8, NF4_PACKED = "fp8", "nf4_packed"
 ROUNDINGS = ("auto", "none", NF4, NF4_PACKED, FP8)
@@ -124,7 +124,7 @@ class EngineSettings:
     profile: bool = True
     decision_trace: str | None = None
     tensor_parallel: int = 1
-    lora_parallel: str = LoraParallel.REPLICATE_A
+    lora_parallel: str = REPLICATE_A
     operator: str = ATMM
     switch: str = SWIFT
     adapter_share: float = 0.0
@@ -143,7 +143,7 @@ class EngineSettings:
             raise ValueError(f"max_rank: expected at most {MOST_RANK}, got {self.max_rank}")
         choices = {
             "dtype": DTYPES, "quantize": ROUNDINGS, "capture": CAPTURES, "operator": OPERATORS,
-            "lora_parallel": tuple(LoraParallel), "share_by": SHARED, "switch": SWITCHES,
+            "lora_parallel": LORA_PARALLEL, "share_by": SHARED, "switch": SWITCHES,
         }  # fmt: skip
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

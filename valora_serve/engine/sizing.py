@@ -16,6 +16,7 @@ from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
 from valora_serve.engine.settings import EngineSettings, cache_folder
 from valora_serve.errors import ServeError, SettingsError
+from valora_serve.model.work import DECODE, PROMPT, VISION
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES
 from valora_serve.types import Mode
 
@@ -44,11 +45,20 @@ LEAST_PAGES = 16  # fewest pages on a GPU that an engine starts with
 HOST_THREADS = 6  # most threads of torch's operators on the host where a GPU computes the steps
 
 
-def find_device(name: str) -> torch.device:
-    """Return the device of this name, with its index; ``auto`` is the GPU if there is one."""
+def find_device(settings: EngineSettings, rank: int = 0) -> torch.device:
+    """Return the device of a rank, with its index; ``auto`` is the GPU if there is one."""
+    name, size = settings.device, settings.tensor_parallel
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = "cuda" if size > 1 or torch.cuda.is_available() else "cpu"
     try:
+        if size > 1 and (first := torch.device(name)).type == "cuda":
+            left = max(torch.cuda.device_count() - (first.index or 0), 0)
+            if left < size:
+                raise SettingsError(
+                    f"tensor_parallel: {size} GPUs are asked for, and this machine has "
+                    f"{left or 'none'}{f' from {first} on' if first.index else ''}: ask for fewer"
+                )
+            return torch.device("cuda", (first.index or 0) + rank)
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise SettingsError(
@@ -76,16 +86,11 @@ def limit_host_threads(device: torch.device) -> None:
         torch.set_num_threads(min(most, HOST_THREADS) if device.type == "cuda" else most)
 
 
-def machine_name(device: torch.device) -> str:
-    """Return the name of the GPU, or the CPU's architecture and number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {torch.get_num_threads()} threads"
-
-
 def machine_of(settings: EngineSettings, device: torch.device) -> str:
-    """Return the name under which an engine's costs are saved: GPU and number of GPUs."""
-    name, size = machine_name(device), settings.tensor_parallel
+    """Return the name under which costs are saved: GPU and number of GPUs, or CPU and threads."""
+    name, size = f"{platform.machine()} {torch.get_num_threads()} threads", settings.tensor_parallel
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
     return name if size == 1 else f"{name} x{size}"
 
 
@@ -117,27 +122,16 @@ def context_length(settings: EngineSettings, lmm: Lmm) -> int:
     return found
 
 
-def decode_sizes(settings: EngineSettings) -> list[int]:
-    """Return the numbers of decoding rows to capture graphs for; none without graphs."""
-    return [n for n in DECODE_SIZES if n <= settings.max_requests] if settings.graphs else []
-
-
-def prompt_sizes(settings: EngineSettings, device: torch.device) -> Sequence[int]:
-    """Return the numbers of rows to capture steps with prompts for; the last one holds any step."""
-    if not _captures_prompts(settings, device):
-        return ()
-    return PROMPT_SIZES[: bisect_left(PROMPT_SIZES, settings.max_tokens) + 1]
-
-
-def image_counts(settings: EngineSettings, device: torch.device) -> Sequence[int]:
-    """Return the numbers of images to capture the vision encoder for."""
-    return IMAGE_COUNTS if _captures_prompts(settings, device) else ()
-
-
-def _captures_prompts(settings: EngineSettings, device: torch.device) -> bool:
-    if settings.prompt_graphs is None:
-        return device.type == "cuda" and settings.graphs
-    return settings.prompt_graphs
+def graph_sizes(settings: EngineSettings, device: torch.device) -> dict[str, Sequence[int]]:
+    """Return the numbers of rows of steps, and of images, to capture graphs for, by their kind."""
+    fitting = [n for n in DECODE_SIZES if n <= settings.max_requests] if settings.graphs else []
+    prompts_too = settings.prompt_graphs
+    if prompts_too is None:
+        prompts_too = device.type == "cuda" and settings.graphs
+    if not prompts_too:
+        return {DECODE: fitting}
+    last = bisect_left(PROMPT_SIZES, settings.max_tokens)  # it holds any step
+    return {DECODE: fitting, PROMPT: PROMPT_SIZES[: last + 1], VISION: IMAGE_COUNTS}
 
 
 def lora_terms(modes: Collection[Mode]) -> list[int]:

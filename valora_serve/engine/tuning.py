@@ -24,8 +24,8 @@ from valora_serve.engine.sizing import tiling_file
 if TYPE_CHECKING:
     from valora_serve.engine.settings import EngineSettings
     from valora_serve.model.linears import Linears
-    from valora_serve.model.preparation import Preparation
     from valora_serve.model.runner import ModelRunner
+    from valora_serve.model.work import Preparation
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from valora_serve.errors import StoppedError
-from valora_serve.model.preparation import KERNELS, Preparation
+from valora_serve.model.work import KERNELS, Preparation
 
 if TYPE_CHECKING:
     from valora_serve.model.runner import ModelRunner
@@ -34,7 +34,7 @@ class WarmUp:
         # Seconds that each phase of the start took, by its name.
         self.seconds: dict[str, float] = {}
         self.done = 0  # number of preparations that are done
-        self.left: list[Preparation] = []  # preparations that are left, the next one first
+        self.left: dict[Preparation, None] = {}  # preparations that are left, the next one first
         self._terms, self._lazy = terms, lazy
         self.interrupted = False  # whether `start` is to end after what it prepares now
         self._next = 0.0  # when the next preparation that overlaps with requests may begin
@@ -51,7 +51,8 @@ class WarmUp:
     def start(self, runner: ModelRunner) -> None:
         """Prepare what serving waits for; all of it unless the rest is left for later."""
         first, rest = runner.preparations(self._terms)
-        self.left = [*first, *rest]
+        self.left.clear()
+        self.left |= dict.fromkeys([*first, *rest])
         self.done = 0
         told = time.monotonic()
         waited = first if self._lazy else tuple(self.left)
@@ -79,7 +80,7 @@ class WarmUp:
         self._follow(runner)
         if not self.left:
             return False
-        self._prepare(runner, self.left[0])
+        self._prepare(runner, next(iter(self.left)))
         if not self.left:
             log.info("start-up: %s", self)
         return True
@@ -101,24 +102,28 @@ class WarmUp:
         """Prepare graphs again once the attention backend takes over that was being compiled."""
         if runner.adopt():
             total = self.done + len(self.left)
+            kernels = [one for one in self.left if one.kind == KERNELS]
             first, rest = runner.preparations(self._terms)
-            self.left = [*first, *rest]
+            self.left.clear()
+            self.left |= dict.fromkeys(one for one in (*first, *rest) if one.kind != KERNELS)
+            self.left |= dict.fromkeys(kernels)
             self.done = max(0, total - len(self.left))
 
     def _prepare(self, runner: ModelRunner, wanted: Preparation) -> None:
         """Prepare one thing, or give it up where there is no memory for it."""
+        gone = [wanted]
         with self.phase("kernels" if wanted.kind == KERNELS else "graphs"):
             try:
-                there = runner.prepare(wanted)
+                if runner.prepare(wanted):
+                    self.done += 1
+                else:
+                    gone = [one for one in self.left if one.kind == wanted.kind]
             except torch.OutOfMemoryError:
                 log.warning(
                     "no memory for a graph of %s steps with %d rows: they run without one; a "
                     "smaller `memory` leaves more room", wanted.kind, wanted.size,
                 )  # fmt: skip
                 runner.give_up(wanted)
-                there = True
-        if there:
-            self.done += 1
-        self.left = [
-            one for one in self.left if one != wanted and (there or one.kind != wanted.kind)
-        ]
+                gone = [one for one in self.left if one[:2] == wanted[:2]]
+        for one in gone:
+            self.left.pop(one, None)

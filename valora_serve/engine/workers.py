@@ -21,11 +21,11 @@ import sys
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from operator import attrgetter
 from pathlib import Path
@@ -33,22 +33,19 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from valora_data.contract.contexts import FILE_BYTES
 from valora_data.contract.files import read_safetensors
 from valora_data.errors import ValoraError
 from valora_data.hashing import file_hash
 from valora_serve.catalogue.adapters import read_adapter
-from valora_serve.engine import sizing
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.errors import AdapterError, SettingsError, StoppedError
+from valora_serve.engine.sizing import find_device
+from valora_serve.errors import AdapterError, StoppedError
 from valora_serve.memory.residency import Copy, Entry
-from valora_serve.model.lmm import VisualRows
 from valora_serve.model.prompt import VisualFeatures
-from valora_serve.model.runner import ModelRunner
-from valora_serve.model.sampler import TokenChoice, sample
-from valora_serve.model.split_model import check_split
+from valora_serve.model.sampler import TokenChoice
+from valora_serve.model.split import check_split
 from valora_serve.parallel.group import Group, make_store
 from valora_serve.pauses import short_pauses
 from valora_serve.types import SamplingParams
@@ -57,80 +54,37 @@ log = logging.getLogger(__name__)
 
 STOP_SECONDS = 10.0
 LOST_SECONDS = 5.0  # at most between an error of a collective and the news that a process has ended
+POLL_SECONDS = 0.005  # between two looks for answers
 FAILED, STARTED, READY = -1, 0, 1  # what workers report, besides the numbers of calls
 
 EVERYWHERE = (
-    "runner.step", "runner.prepare", "runner.give_up",
-    "runner.forget_graphs", "memory.copy_page",
-    "lmm.linears.merge", "lmm.linears.unmerge", "lmm.linears.is_finite",
+    "runner.step", "runner.prepare", "runner.give_up", "runner.take_lora", "runner.forget_graphs",
+    "memory.copy_page", "lmm.linears.merge", "lmm.linears.unmerge", "lmm.linears.is_finite",
 )  # fmt: skip
 """What all ranks call of their engines when rank 0 does."""
 
-CHOICES = [TokenChoice(SamplingParams(temperature=1.0 - greedy)) for greedy in (False, True)]
 
-
+@cache
 def _choice(greedy: bool) -> TokenChoice:
-    return CHOICES[greedy]
+    return TokenChoice(SamplingParams(temperature=1.0 - greedy))
 
 
-def _blank(shape: Sequence[int], dtype: torch.dtype, device: str, layers: int) -> VisualFeatures:
-    part = torch.zeros(shape, dtype=dtype, device=device)
+def _blank(layers: int, *shape: int, **like: Any) -> VisualFeatures:
+    part = torch.zeros(shape, **like)
     return VisualFeatures(part, (part,) * layers)
 
 
-def _form_of_features(one: VisualFeatures) -> tuple[Any, ...]:
+def _form(one: VisualFeatures) -> tuple[Any, ...]:
     part = one.embeddings
-    return _blank, (part.shape, part.dtype, part.device.type, len(one.deep))
+    return partial(_blank, dtype=part.dtype, device=part.device.type), (len(one.deep), *part.shape)
 
 
-# How a step is pickled: what rank 0 alone needs, or sends through the group, is left out.
-FORMS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
-    TokenChoice: lambda one: (_choice, (one.is_argmax,)),
-    VisualFeatures: _form_of_features,
-}
+class _Pickler(pickle.Pickler):
+    """Leaves out of a step what rank 0 alone needs, or sends through the group."""
 
-
-class SplitRunner(ModelRunner):
-    """The runner of a rank; all make the same steps. Images and chance are those of rank 0."""
-
-    def __init__(self, group: Group, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self._group = group
-
-    def compile_together(self, *_: Any, **__: Any) -> None:
-        """Nothing: split linears compute with all ranks only, in the same order."""
-
-    def _sample(self, logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
-        if all(choice.is_argmax for choice in choices):  # the logits are everywhere the same
-            return sample(logits, choices)
-        tokens = torch.zeros(len(logits), dtype=torch.int64, device=self._device)
-        if self._group.rank == 0:
-            tokens = sample(logits, choices)
-        self._group.broadcast(tokens)
-        return tokens
-
-    def _visual_rows(self, *arguments: Any) -> VisualRows | None:
-        found = super()._visual_rows(*arguments)
-        if found is not None:
-            for part in (found.embeddings, *found.deep):
-                self._group.broadcast(part)
-        return found
-
-
-def device_of(settings: EngineSettings, rank: int) -> torch.device:
-    """Return the device of a rank; a `SettingsError` says that there are fewer GPUs."""
-    name = "cuda" if settings.device == "auto" else settings.device
-    first = torch.device(name)
-    if first.type != "cuda":
-        return sizing.find_device(name)
-    start, size = first.index or 0, settings.tensor_parallel
-    left = max(torch.cuda.device_count() - start, 0)
-    if left < size:
-        raise SettingsError(
-            f"tensor_parallel: {size} GPUs are asked for, and this machine has {left or 'none'}"
-            f"{f' from {first} on' if start else ''}: ask for fewer"
-        )
-    return torch.device("cuda", start + rank)
+    dispatch_table: Any = copyreg.dispatch_table | {
+        TokenChoice: lambda one: (_choice, (one.is_argmax,)), VisualFeatures: _form,
+    }  # fmt: skip
 
 
 class Workers:
@@ -148,22 +102,21 @@ class Workers:
         self.group: Group | None = None
         self.processes: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
-        self._closing = False
-        self._answers: defaultdict[int, list[Any]] = defaultdict(list)  # by number
-        self._news = threading.Condition()  # answers, or that a process has ended
+        self._closing, self._ended = False, threading.Event()
         self._sending = threading.Lock()
         self._next = itertools.count(READY + 1)
         self._dropped: deque[int] = deque()
         self._packed: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._tables: tuple[Any, ...] = ()
-        size, device = settings.tensor_parallel, device_of(settings, 0)
+        size, device = settings.tensor_parallel, find_device(settings)
         check_split(settings.base, size)
         store = make_store(size)
-        settings = replace(settings, decision_trace=None)
-        level = logging.getLogger().getEffectiveLevel()
+        self._store = make_store(size, store.port)  # apart from the group's, which may wait
+        orders = make, replace(settings, decision_trace=None), store.port
+        rest = torch.get_num_threads(), logging.getLogger().getEffectiveLevel()
         try:
             for rank in range(1, size):
-                self._start((make, settings, rank, store.port, torch.get_num_threads(), level))
+                self._start((rank, *orders, *rest))
             threading.Thread(target=self._watch, name="workers", daemon=True).start()
             self._await(STARTED)
             with self.explained():
@@ -192,7 +145,7 @@ class Workers:
         ways: dict[str, Callable[..., Any]] = dict.fromkeys(EVERYWHERE, self._both)
         ways |= dict.fromkeys(("adapters.copy", "prefixes.copy"), self._copy)
         ways |= dict.fromkeys(("memory.pack", "registry.pack_prefix"), self._pack)
-        ways["lmm.linears.activate"] = self._activate
+        ways["lmm.linears.activate"] = self._after
         for path, way in ways.items():
             owner, _, name = path.rpartition(".")
             target = attrgetter(owner)(engine)
@@ -200,14 +153,11 @@ class Workers:
 
     def call(self, name: str, *arguments: object) -> int:
         """Have the workers call something of their engines; return the number of the call."""
-        self.check()
         with self._sending, self.explained():
             number = next(self._next)
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
             message = io.BytesIO()
-            pickler = pickle.Pickler(message, pickle.HIGHEST_PROTOCOL)
-            pickler.dispatch_table = {**copyreg.dispatch_table, **FORMS}
-            pickler.dump((number, name, arguments, self._tables, dropped))
+            _Pickler(message, 5).dump((number, name, arguments, self._tables, dropped))
             for pipe in self._pipes:
                 pipe.send_bytes(message.getbuffer())
         return number
@@ -216,9 +166,9 @@ class Workers:
         self.call(path, *arguments)
         return method(*arguments)
 
-    def _activate(self, _: str, method: Any, names: Any, lora: Any, **how: Any) -> None:
-        method(names, lora, **how)  # first, as there may be no memory for it
-        self.call("activate", sorted(names), how)
+    def _after(self, path: str, method: Callable[..., Any], *arguments: Any) -> None:
+        method(*arguments)  # first, as there may be no memory for it
+        self.call(path, *arguments)
 
     def _copy(self, path: str, method: Callable[..., Copy | None], entry: Entry[Any]) -> Any:
         number = self.call("copy", path, self._packed[entry.packed], entry.pages, entry.slot)
@@ -233,22 +183,22 @@ class Workers:
         try:
             packed = method(what, *more)
         finally:
-            wrong = [answer for answer in self._await(number) if answer is not None]
+            wrong = self._await(number)
             if packed is None or wrong:
                 self._dropped.append(number)
         if wrong:
-            raise AdapterError(wrong[0])
+            raise AdapterError(wrong)
         self._packed[packed] = number
         weakref.finalize(packed, self._dropped.append, number).atexit = False
         return packed
 
-    def _await(self, number: int) -> list[Any]:
-        """Wait for all workers' answers to a call."""
-        answers, size = self._answers[number], len(self.processes)
-        with self._news:
-            self._news.wait_for(lambda: self.lost or len(answers) == size)
-        self.check()
-        return self._answers.pop(number)
+    def _await(self, number: int) -> str:
+        """Wait until all workers have answered a call; return what went wrong in the first."""
+        keys = [f"{number} {rank}" for rank in range(1, len(self.processes) + 1)]
+        while not self._store.check(keys):
+            self.check()
+            time.sleep(POLL_SECONDS)
+        return next(filter(None, (self._store.get(key).decode() for key in keys)), "")
 
     def check(self) -> None:
         """Raise a `StoppedError` if a process has ended."""
@@ -263,39 +213,31 @@ class Workers:
         except ValoraError:
             raise  # it says itself what is wrong
         except Exception as error:
-            with self._news:
-                self._news.wait_for(lambda: self.lost, LOST_SECONDS)
-            if self.lost is None:
+            if not self._ended.wait(LOST_SECONDS):
                 raise
-            raise StoppedError(self.lost) from error
+            raise StoppedError(self.lost or "") from error
         self.check()
 
     def _watch(self) -> None:
-        while True:
-            heard: list[Any] = wait(self._pipes)
-            for pipe in heard:
-                rank = self._pipes.index(pipe) + 1
-                try:
-                    number, value = pipe.recv()
-                except (EOFError, OSError):
-                    return self._lose(rank, _end_of(self.processes[rank - 1]))
-                if number == FAILED:
-                    return self._lose(rank, f"failed: {value}")
-                with self._news:
-                    self._answers[number].append(value)
-                    self._news.notify_all()
-
-    def _lose(self, rank: int, how: str) -> None:
+        """Wait until a process ends, as workers send nothing, and end the group."""
+        rank = self._pipes.index(wait(self._pipes)[0]) + 1  # type: ignore[arg-type]
+        process, key = self.processes[rank - 1], f"{FAILED} {rank}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(LOST_SECONDS)
         if self._closing:
             return
+        how, code = f"ended with exit code {process.returncode}", process.returncode
+        if self._store.check([key]):
+            how = f"failed: {self._store.get(key).decode()}"
+        elif code is not None and code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
         size = len(self.processes) + 1
         reason = f"process {rank} of the tensor-parallel group of {size} {how}: restart the server"
         log.error("%s", reason)
-        for process in self.processes:
-            process.kill()
-        with self._news:
-            self.lost = reason
-            self._news.notify_all()
+        for one in self.processes:
+            one.kill()
+        self.lost = reason
+        self._ended.set()
         if self.group is not None:
             threading.Thread(target=self.group.abort, daemon=True).start()  # it may take long
         self.on_lost(reason)
@@ -314,26 +256,43 @@ class Workers:
             leaving.join(STOP_SECONDS)
 
 
-def _end_of(process: subprocess.Popen[bytes]) -> str:
-    try:
-        code = process.wait(LOST_SECONDS)
-    except subprocess.TimeoutExpired:
-        return "closed its connection"
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
 class Worker:
-    """Calls of an engine what rank 0 calls; `answer` sends a call's number and its result back."""
+    """Calls of an engine what rank 0 calls, and answers in the group's store."""
 
-    def __init__(self, engine: Any, answer: Callable[[int, object], None]) -> None:
-        self._engine, self._answer = engine, answer
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._rank, self._make, self._settings, self._port, *rest = pipe.recv()
+        form = f"[GPU {self._rank}] %(levelname)s %(message)s"
+        torch.set_num_threads(rest[0])
+        logging.basicConfig(level=rest[1], format=form)
+        self._store = make_store(1, self._port)  # apart from the group's, which may wait
         self._packed: dict[int, Any] = {}  # adapters and prefixes, by the number of the call
         self._copied: dict[int, torch.cuda.Event] = {}
         self._beside = ThreadPoolExecutor(4, "beside")  # packs while steps run
 
-    def do(
+    def run(self) -> None:
+        """Make an engine, and make its calls until rank 0 or this process ends."""
+        rank, settings, size = self._rank, self._settings, self._settings.tensor_parallel
+        try:
+            self._answer(STARTED)
+            device = find_device(settings, rank)
+            group = Group.join(rank, size, device, make_store(size, self._port))
+            self._engine = self._make(settings, group=group)
+            self._answer(READY)
+            with short_pauses():
+                while True:
+                    self._do(*self._pipe.recv())
+        except (EOFError, ConnectionError):
+            raise  # rank 0 is gone
+        except Exception as error:
+            if not isinstance(error, ValoraError):
+                log.exception("this process of the tensor-parallel group failed")
+            self._answer(FAILED, str(error) or type(error).__name__)
+
+    def _answer(self, number: int, wrong: str = "") -> None:
+        self._store.set(f"{number} {self._rank}", wrong)
+
+    def _do(
         self, number: int, name: str, arguments: Sequence[Any], tables: Any, dropped: Sequence[int]
     ) -> None:
         """Make a call of rank 0; see `Workers.call`."""
@@ -343,10 +302,6 @@ class Worker:
             self._packed.pop(one, None)  # what could not be packed is not there
         if name == "pack":
             self._beside.submit(self._pack, number, *arguments)
-        elif name == "activate":
-            names, how = arguments
-            engine.lmm.linears.activate(names, engine.memory.lora, **how)
-            engine.runner.has_lora = True
         elif name == "copy":
             path, packed, pages, slot = arguments
             entry = SimpleNamespace(packed=self._packed[packed], pages=pages, slot=slot)
@@ -359,7 +314,7 @@ class Worker:
 
     def _pack(self, number: int, source: Path, content: str) -> None:
         """Read an adapter's folder, or a prefix's file that rank 0 has checked; pack a part."""
-        lmm, memory, wrong = self._engine.lmm, self._engine.memory, None
+        lmm, memory, wrong = self._engine.lmm, self._engine.memory, ""
         try:
             if lmm.device.type == "cuda":
                 torch.cuda.set_device(lmm.device)
@@ -387,40 +342,20 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     """Entry point of a worker; the argument is the file descriptor of a pipe to rank 0."""
     for one in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends this process
         signal.signal(one, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    pipe, sending = Connection(int(arguments[0])), threading.Lock()
-
-    def answer(number: int, value: object) -> None:
-        with sending:
-            pipe.send((number, value))
-
     try:
-        make, settings, rank, port, threads, level = pipe.recv()
-        logging.basicConfig(level=level, format=f"[GPU {rank}] %(levelname)s %(message)s")
-        torch.set_num_threads(threads)
-        answer(STARTED, None)
-        size = settings.tensor_parallel
-        group = Group.join(rank, size, device_of(settings, rank), make_store(size, port))
-        worker = Worker(make(settings, group=group), answer)
-        answer(READY, None)
-        with short_pauses():
-            while True:
-                worker.do(*pickle.loads(pipe.recv_bytes()))
-    except (EOFError, ConnectionError):
-        pass  # rank 0 is gone
-    except Exception as error:
-        if not isinstance(error, ValoraError):
-            log.exception("this process of the tensor-parallel group failed")
-        with contextlib.suppress(OSError):
-            answer(FAILED, str(error) or type(error).__name__)
-    return 1
+        with contextlib.suppress(EOFError, ConnectionError):
+            Worker(Connection(int(arguments[0]))).run()
+    except Exception:
+        log.exception("this process of a tensor-parallel group failed")
+    finally:
+        sys.stderr.flush()
+        os._exit(1)  # threads and collectives under way are not waited for
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(code)  # threads and collectives under way are not waited for
+    main(sys.argv[1:])

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from valora_serve.model.attention.base import FixedAttentionPlan, Rows, pinned
-from valora_serve.model.finite import finite_rows
+from valora_serve.model.sampler import finite_rows
+from valora_serve.model.work import CROWDED, DECODE, PROMPT, Preparation
 
 if TYPE_CHECKING:
     from valora_kernels.metadata import LoraBatch
@@ -77,81 +78,57 @@ class Graphs(ABC, Generic[G]):
     rows_per_adapter = 1  # in a typical step, by which the LoRA tiles of a graph are chosen
 
     def __init__(
-        self, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
+        self, kind: str, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
     ) -> None:
-        self._resources, self._recorder = resources, recorder
+        self.kind, self._resources, self._recorder = kind, resources, recorder
         # Numbers of rows of the steps that are or will be captured, ascending.
         self.sizes = sorted(sizes)
-        self._graphs: dict[tuple[int, int], G] = {}
+        self.held: dict[tuple[int, int], G] = {}
+        self.stale: set[tuple[int, int]] = set()  # are replayed until they are captured again
         # The graphs of a size share one plan, as a step is planned just before its replay.
         self._plans: dict[int, FixedAttentionPlan] = {}
-        self._stale: set[tuple[int, int]] = set()  # are replayed until they are captured again
-        self._given_up: set[int] = set()  # sizes of which no more graphs are captured
-        # Sizes and terms of steps that wanted a graph that is not captured yet, oldest first.
-        self.missed: dict[tuple[int, int], None] = {}
 
     def forget(self) -> None:
         """Drop all graphs."""
-        for held in (self._graphs, self._stale, self._given_up, self.missed):
-            held.clear()
+        self.held.clear()
+        self.stale.clear()
 
     def renew_plans(self) -> None:
         """Capture all graphs again, as another backend attends; steps replay them until then."""
         self._plans = {}
-        self._stale.update(self._graphs)
-
-    def captured(self) -> list[tuple[int, int]]:
-        """Return the sizes and terms that are captured."""
-        return list(self._graphs)
+        self.stale.update(self.held)
 
     def missing(self, terms: int) -> list[int]:
         """Return the sizes that are not captured, or are out of date, the largest first."""
-        return [size for size in reversed(self.sizes) if self._is_missing(size, terms)]
-
-    def _is_missing(self, size: int, terms: int) -> bool:
-        key = (size, terms)
-        return size not in self._given_up and (key not in self._graphs or key in self._stale)
+        there = self.held.keys() - self.stale
+        return [size for size in reversed(self.sizes) if (size, terms) not in there]
 
     def give_up(self, size: int) -> None:
         """Capture a size no more; graphs that are there, larger ones or eager steps compute it."""
-        self._given_up.add(size)
-        self._stale = {key for key in self._stale if key[0] != size}
-        if all(captured != size for captured, _ in self._graphs):
-            self.sizes = [other for other in self.sizes if other != size]
+        self.stale = {key for key in self.stale if key[0] != size}
+        if all(held != size for held, _ in self.held):
+            self.sizes.remove(size)
         self._plans.pop(size, None)
-        self.missed.clear()
 
-    def capture_one(self, size: int, terms: int) -> bool:
-        """Capture one size if it is `missing`; return False if the backend has no graphs."""
-        self.missed.pop((size, terms), None)
-        missing = size in self.sizes and self._is_missing(size, terms)
-        if missing and not self._renew(size, terms):
-            self.sizes = []
-        return bool(self.sizes)
-
-    def recapture(self, size: int, terms: int) -> None:
-        """Capture one size again; steps replay what there was until then."""
-        if (size, terms) in self._graphs:
-            self._renew(size, terms)
-
-    def _renew(self, size: int, terms: int) -> bool:
+    def capture(self, size: int, terms: int) -> bool:
+        """Capture one size, maybe again; return False if the backend has no graphs."""
         graph = self._capture(size, terms)
         if graph is None:
+            self.sizes = []
             return False
-        self._graphs[size, terms] = graph
-        self._stale.discard((size, terms))
+        self.held[size, terms] = graph
+        self.stale.discard((size, terms))
         return True
 
     def _best(self, rows: int, terms: int) -> G | None:
         """Return the smallest captured step of at least so many rows, and note what is missing."""
         first = bisect_left(self.sizes, rows)
-        for size in self.sizes[first:]:
-            if size == self.sizes[first] and self._is_missing(size, terms):
-                self.missed[size, terms] = None
-            graph = self._graphs.get((size, terms))
-            if graph is not None:
-                return graph
-        return None
+        if self._resources.left and first < len(self.sizes):
+            wanted = Preparation(self.kind, self.sizes[first], terms)
+            if wanted in self._resources.left:
+                self._resources.missed[wanted] = None
+        fitting = (self.held.get((size, terms)) for size in self.sizes[first:])
+        return next((graph for graph in fitting if graph is not None), None)
 
     def typical(self, size: int, terms: int) -> LoraBatch | None:
         """Return typical adapters of a step, for which its graph is captured; None without any."""
@@ -196,7 +173,7 @@ class DecodeGraphs(Graphs[DecodeGraph]):
     def __init__(
         self, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
     ) -> None:
-        super().__init__(resources, recorder, sizes)
+        super().__init__(DECODE, resources, recorder, sizes)
         lmm = resources.lmm
         # Of all graphs: what one has written is read before the next is replayed.
         self._logits = torch.zeros((max(sizes, default=0), lmm.vocabulary), device=lmm.device)
@@ -264,7 +241,7 @@ class DecodeGraphs(Graphs[DecodeGraph]):
         tables = [work.table for work in works] + [[0]] * (size - count)
         graph.plan.update(Rows(np.arange(size + 1, dtype=np.int32), lengths, tables))
         if graph.lora is not None and terms is not None:
-            self._resources.adapters.fill(graph.lora, terms, size)
+            terms.fill(graph.lora, self._resources.adapters, size)
         graph.replay()
         tokens, finite = graph.results
         return graph.logits[:count], tokens[:count], finite[:count], graph.inputs[0, :count]
@@ -293,12 +270,10 @@ class PromptGraphs(Graphs[PromptGraph]):
         resources: StepResources,
         recorder: GraphRecorder,
         sizes: Sequence[int],
-        *,
-        crowded: bool = False,
+        kind: str = PROMPT,
     ) -> None:
-        super().__init__(resources, recorder, sizes)
+        super().__init__(kind, resources, recorder, sizes)
         lmm = resources.lmm
-        self._crowded = crowded
         with torch.inference_mode():  # as in eager steps, or torch compiles the layers twice
             # Of all graphs, as are `DecodeGraphs._logits`.
             shape = (2, max(sizes, default=0), lmm.width)
@@ -311,7 +286,7 @@ class PromptGraphs(Graphs[PromptGraph]):
 
     def _capture(self, size: int, terms: int) -> PromptGraph | None:
         resources, backend, lmm = self._resources, self._resources.backend, self._resources.lmm
-        make = backend.crowded_plan if self._crowded else backend.mixed_plan
+        make = backend.crowded_plan if self.kind == CROWDED else backend.mixed_plan
         sequences = self.sequences_of(size)
         plan = self._plan_of(size, lambda: make(sequences, size))
         if plan is None:
@@ -365,6 +340,6 @@ class PromptGraphs(Graphs[PromptGraph]):
         graph.positions[..., :used] = positions
         graph.plan.update(rows)
         if graph.lora is not None and terms is not None:
-            self._resources.adapters.fill(graph.lora, terms, size)
+            terms.fill(graph.lora, self._resources.adapters, size)
         graph.replay()
         return graph.hidden[:used]

@@ -15,7 +15,7 @@ from valora_data.contract.head import Head
 from valora_data.contract.results import HeadResult
 from valora_serve.errors import NonFiniteError, RequestError, ServeError
 from valora_serve.model.attention.base import to_host
-from valora_serve.model.finite import finite_rows
+from valora_serve.model.sampler import finite_rows
 
 log = logging.getLogger(__name__)
 
@@ -102,11 +102,6 @@ class HeadLogits:
     logits: torch.Tensor
     shapes: Sequence[tuple[int, int]]  # (rows, outputs + 1) of each input's part
     copied: torch.cuda.Event | None  # recorded after the copy; None if the copy is done
-
-    @property
-    def ready(self) -> bool:
-        """Whether `read` would return without waiting."""
-        return self.copied is None or bool(self.copied.query())
 
     def read(self) -> list[HeadResult | ServeError]:
         """Wait for the logits: a result each, or an error (`NonFiniteError` if not finite)."""

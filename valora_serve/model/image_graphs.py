@@ -15,6 +15,7 @@ from valora_data.models.base import IMAGE, PIXELS
 from valora_serve.model.attention.base import to_device
 from valora_serve.model.graphs import Graphs
 from valora_serve.model.prompt import VisualFeatures
+from valora_serve.model.work import VISION
 
 if TYPE_CHECKING:
     from valora_serve.model.graphs import GraphRecorder, Replay
@@ -40,18 +41,14 @@ class ImageGraphs(Graphs[ImageGraph]):
     """Captured encoders by their number of images; adapters of the tower run without a graph."""
 
     def missing(self, terms: int) -> list[int]:
-        """Return the sizes that are not captured, the largest first; images have no LoRA terms."""
-        return [] if terms or self._shape is None else super().missing(0)
-
-    @property
-    def _shape(self) -> tuple[int, ...] | None:
-        return self._resources.lmm.pixel_shape
+        """Return the sizes that are not captured; images have no LoRA terms."""
+        return [] if terms else super().missing(0)
 
     def _inputs(self, size: int) -> list[Tensor]:
         """Buffers of the encoder's inputs: pixels [images, channels, height, width] first."""
-        lmm, shape = self._resources.lmm, self._shape
-        assert shape is not None
-        return [torch.zeros((size, *shape), dtype=lmm.dtype, device=lmm.device)]
+        lmm = self._resources.lmm
+        assert lmm.pixel_shape is not None
+        return [torch.zeros((size, *lmm.pixel_shape), dtype=lmm.dtype, device=lmm.device)]
 
     def _embed(self, inputs: list[Tensor]) -> Tensor:
         """[images, visual tokens, width]."""
@@ -77,11 +74,11 @@ class ImageGraphs(Graphs[ImageGraph]):
 
     def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures] | None:
         """Encode visuals of one kind and shape without adapters; None if no graph holds them."""
-        shape = self._shape
-        if shape is None or not self.sizes:
+        if not self.sizes:
             return None
+        shape = 1, *(self._resources.lmm.pixel_shape or ())
         pixels = [visual.tensors.get(PIXELS[IMAGE]) for visual in visuals]
-        fitting = [one for one in pixels if one is not None and tuple(one.shape) == (1, *shape)]
+        fitting = [one for one in pixels if one is not None and tuple(one.shape) == shape]
         if len(fitting) < len(visuals) or any(len(visual.tensors) > 1 for visual in visuals):
             return None
         found: list[VisualFeatures] = []
@@ -106,19 +103,14 @@ class WindowGraphs(ImageGraphs):
         self._encoder = encoder
         self._arranged = lru_cache(KNOWN)(self._arrange)
 
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (self._encoder.slots, self._encoder.columns)
-
     def _inputs(self, size: int) -> list[Tensor]:
         """Pixels of each slot, zeros where there is no patch; its row and column; whether it is."""
-        slots, device = size * self._encoder.slots, self._resources.lmm.device
+        slots, lmm = size * self._encoder.slots, self._resources.lmm
         return [
-            torch.zeros((slots, self._encoder.columns), dtype=self._resources.lmm.dtype,
-                        device=device),
-            torch.zeros((slots, 2), dtype=torch.int64, device=device),
-            torch.ones(slots, dtype=torch.bool, device=device),
-        ]  # fmt: skip
+            torch.zeros((slots, self._encoder.columns), dtype=lmm.dtype, device=lmm.device),
+            torch.zeros((slots, 2), dtype=torch.int64, device=lmm.device),
+            torch.ones(slots, dtype=torch.bool, device=lmm.device),
+        ]
 
     def _embed(self, inputs: list[Tensor]) -> Tensor:
         """[merged slots, width]."""
@@ -156,13 +148,9 @@ class WindowGraphs(ImageGraphs):
         graph.replay()
         return graph.results[0][tokens]  # a copy: the next replay overwrites them
 
-    def _arrange(self, rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _arrange(self, rows: int, columns: int) -> list[Tensor]:
         made, device = self._encoder.arrange(rows, columns), self._resources.lmm.device
-        return (
-            to_device(made.slots, device),
-            to_device(made.places, device),
-            to_device(made.tokens, device),
-        )
+        return [to_device(part, device) for part in (made.slots, made.places, made.tokens)]
 
 
 def _on_host(pixels: Tensor, like: Tensor) -> Tensor:
@@ -177,6 +165,6 @@ def image_graphs(
     """Graphs of the model's encoder, for these numbers of images where they have one shape."""
     lmm = resources.lmm
     encoder = lmm.architecture.window_encoder(lmm.model)
-    if encoder is None:
-        return ImageGraphs(resources, recorder, counts)
-    return WindowGraphs(encoder, resources, recorder, WINDOWS if counts else ())
+    if encoder is not None:
+        return WindowGraphs(encoder, VISION, resources, recorder, WINDOWS if counts else ())
+    return ImageGraphs(VISION, resources, recorder, () if lmm.pixel_shape is None else counts)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
-from typing import TYPE_CHECKING, ClassVar, Self, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -31,6 +31,7 @@ from valora_serve.memory.unified import GroupSpec
 if TYPE_CHECKING:
     from valora_kernels.metadata import LoraBatch
     from valora_kernels.weights import LoraWeights
+    from valora_serve.parallel.group import Group
 
 
 class LoraScope:
@@ -103,6 +104,14 @@ class LinearGroup:
     def _stack(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
         weights = [linear.weight.detach() for linear in linears]
         return (weights[0] if len(weights) == 1 else torch.cat(weights),)
+
+    def lora_to_merge(self) -> LoraWeights:
+        """The weights from which adapters are merged into these layers."""
+        assert self.lora is not None
+        return self.lora
+
+    def gather(self, slot: int, rank: int) -> None:
+        """Complete `lora_to_merge` for the adapter in a slot, before it is merged."""
 
     def matrix(self, index: int) -> Tensor:
         """Weight of the layer at `index`: [outputs, inputs], a merged adapter included."""
@@ -206,7 +215,7 @@ class GroupedLinear(nn.Module):
 MakeGroup: TypeAlias = "Callable[[GroupSpec, Sequence[nn.Linear], LoraScope], LinearGroup]"
 
 
-@dataclass(slots=True)
+@dataclass
 class Linears:
     """All linear layers that adapters can change."""
 
@@ -214,21 +223,25 @@ class Linears:
     # Group of each module by the module's name, and the module's index in it.
     group_of: dict[str, tuple[LinearGroup, int]]
     scope: LoraScope  # adapters of the current forward pass
+    # LoRA weights of each group in the engine's memory, for groups that adapters change.
+    lora: Mapping[str, LoraWeights] = field(default_factory=dict)
     # Memories of the weights that adapters are merged into, by when their targets came.
     merged: list[MergeableWeights] = field(default_factory=list)
     # Whether merges take one matrix after the other, to compare the swift switch.
     by_matrix: bool = False
+    group: Group | None = None  # whose ranks hold parts of the layers
 
     @classmethod
     def of(
         cls,
         model: nn.Module,
         parts: Mapping[str, str],
-        make: MakeGroup | None = None,
+        make: MakeGroup = LinearGroup,
         names: LinearNames = LLAMA,
-    ) -> Self:
+        group: Group | None = None,
+    ) -> Linears:
         """Replace linear layers in the modules that `parts` names, each ``text`` or ``vision``."""
-        found = cls({}, {}, LoraScope())
+        found = cls({}, {}, LoraScope(), group=group)
         linears = {
             name: (module, part)
             for prefix, part in parts.items()
@@ -248,16 +261,16 @@ class Linears:
             sizes = [shape_of(module.weight) for module in modules]
             widths = tuple(size[0] for size in sizes)
             spec = GroupSpec(members[0], tuple(members), sizes[0][1], widths, part)
-            found.groups[spec.name] = group = (make or LinearGroup)(spec, modules, found.scope)
+            found.groups[spec.name] = made = make(spec, modules, found.scope)
             for index, member in enumerate(members):
                 parent, _, leaf = member.rpartition(".")
-                setattr(model.get_submodule(parent), leaf, GroupedLinear(group, index))
-                found.group_of[member] = (group, index)
+                setattr(model.get_submodule(parent), leaf, GroupedLinear(made, index))
+                found.group_of[member] = (made, index)
         return found
 
     def release(self) -> None:
         """Free an engine's memory, so that another engine can take the model over."""
-        self.scope.last = None
+        self.scope.last, self.lora = None, {}
         for group in self.groups.values():
             group.lora = None
         for memory in self.merged:
@@ -274,15 +287,11 @@ class Linears:
         whole = [s.size if (s := group.spec.share) and s.row else 1 for group, _ in text.values()]
         rows = [len(weight) / size for weight, size in zip(weights, whole, strict=True)]
         sums = torch.stack((torch.stack(norms).square(), norms[0].new_tensor(rows)))
-        self._sum(sums)
+        if self.group is not None:
+            self.group.all_reduce(sums)
         return dict(zip(text, (sums[0] / sums[1]).sqrt().tolist(), strict=True))
 
-    def _sum(self, values: Tensor) -> None:
-        """Sum over the processes that hold parts of the weights; this is the only one."""
-
-    def activate(
-        self, names: Collection[str], lora: Mapping[str, LoraWeights], *, mergeable: bool
-    ) -> None:
+    def activate(self, names: Collection[str], mergeable: bool) -> None:
         """Let groups apply adapters, and merge them if `mergeable`; nothing may be merged now."""
         if mergeable:  # first, as there may be no memory for it
             self._make_mergeable(
@@ -290,12 +299,14 @@ class Linears:
                  if name in names and group.spec.part == "text"]
             )  # fmt: skip
         for name in names:
-            self.groups[name].lora = lora[name]
+            self.groups[name].lora = self.lora[name]
         if mergeable:
             self._bind()
 
     def merge(self, slot: int, rank: int, scaling: float) -> None:
         """Merge the adapter in a slot into the weights of the language model."""
+        for group in self.groups.values():
+            group.gather(slot, rank)
         for weights in self.merged:
             merge = weights.merge_by_matrix if self.by_matrix else weights.merge
             merge(slot, rank, scaling)
@@ -307,21 +318,21 @@ class Linears:
 
     def is_finite(self) -> bool:
         """Whether all weights that adapters are merged into are finite; waits for the device."""
-        return all(weights.is_finite() for weights in self.merged)
+        found = all(weights.is_finite() for weights in self.merged)
+        return found if self.group is None else bool(self.group.least(int(found)))
 
     def _bind(self) -> None:
-        self._bind_to({name: one.lora for name, one in self.groups.items() if one.lora is not None})
-
-    def _bind_to(self, lora: Mapping[str, LoraWeights]) -> None:
         # An engine that had the model before may have made groups mergeable that this one's
         # adapters do not change.
         for weights in self.merged:
             found = {module: self.group_of[module] for module in weights.shapes}
+            groups = {one.spec.name: one for one, _ in found.values() if one.lora is not None}
+            lora = {name: one.lora_to_merge() for name, one in groups.items()}
             weights.bind(
                 {
-                    module: (lora[group.spec.name], index)
-                    for module, (group, index) in found.items()
-                    if group.spec.name in lora
+                    module: (lora[one.spec.name], index)
+                    for module, (one, index) in found.items()
+                    if one.spec.name in lora
                 }
             )
 

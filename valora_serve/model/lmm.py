@@ -17,14 +17,12 @@ from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
 from valora_serve.model.attention.base import AttentionPlan, register_attention
-from valora_serve.model.fp8_linears import ALIGNMENT, check_device, make_fp8
-from valora_serve.model.linears import Linears, MakeGroup
-from valora_serve.model.nf4_linears import make_nf4
+from valora_serve.model.linears import LinearGroup, Linears, MakeGroup
 from valora_serve.model.prompt import Visual, VisualFeatures
-from valora_serve.model.split_linears import SplitLinears
-from valora_serve.model.split_model import SplitHead, SplitReader
+from valora_serve.model.rounded_linears import ALIGNMENT, check_device, make_fp8, make_nf4
+from valora_serve.model.split import SplitHead, SplitReader
 from valora_serve.parallel.group import Group
-from valora_serve.parallel.partition import LoraParallel
+from valora_serve.parallel.partition import REPLICATE_A
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class Lmm(BaseModel):
     """A base model whose attention is paged and whose linears take LoRA terms.
 
     The transformers model is changed in place. `quantize` says how its weights were rounded.
-    `split` read a rank's part, with `lora` split so. The language model computes in 8 bits with
+    `split` read a rank's part. The language model computes in 8 bits with
     `fp8`; with `packed` its weights stay in 4 bits.
     """
 
@@ -57,7 +55,6 @@ class Lmm(BaseModel):
         device: torch.device,
         quantize: str | None = None,
         split: SplitReader | None = None,
-        lora: LoraParallel | None = None,
         *,
         fp8: bool = False,
         packed: bool = False,
@@ -83,28 +80,25 @@ class Lmm(BaseModel):
             path: "text" if part is ModelPart.LANGUAGE else "vision"
             for path, part in self.architecture.adaptable(model).items()
         }
-        names = self.architecture.linears
-        if split is None:
-            # Linears by the names that adapters on disk use, with the sizes of the whole model.
-            self.targets = ModelTargets.of(model, self.architecture)
-            make: MakeGroup | None = None
-            if fp8:
-                check_device(device)
-                make = make_fp8
-            elif packed:
-                check_library(device.type)
-                make = make_nf4(self.dtype)
-            self.linears = Linears.of(model, within, make, names)
-            if fp8:
-                self._check_rounded("fp8", f"widths are multiples of {ALIGNMENT}", "none")
-            elif packed:
-                self._check_rounded("nf4_packed", f"weights fill blocks of {BLOCK}", "nf4")
-            return
-        assert split.targets is not None
-        assert lora is not None
-        self.targets = split.targets
-        self.linears = SplitLinears.split(model, within, split.group, split.slices, lora, names)
-        model.lm_head = SplitHead(model.lm_head, split.group)
+        make: MakeGroup = LinearGroup
+        if split is not None:
+            make = split.make
+        elif fp8:
+            check_device(device)
+            make = make_fp8
+        elif packed:
+            check_library(device.type)
+            make = make_nf4(self.dtype)
+        # Linears by the names that adapters on disk use, with the sizes of the whole model.
+        self.targets = (split and split.targets) or ModelTargets.of(model, self.architecture)
+        group = split.group if split else None
+        self.linears = Linears.of(model, within, make, self.architecture.linears, group)
+        if split is not None:
+            model.lm_head = SplitHead(model.lm_head, split.group)
+        elif fp8:
+            self._check_rounded("fp8", f"widths are multiples of {ALIGNMENT}", "none")
+        elif packed:
+            self._check_rounded("nf4_packed", f"weights fill blocks of {BLOCK}", "nf4")
 
     @classmethod
     def load(
@@ -117,7 +111,7 @@ class Lmm(BaseModel):
         fp8: bool = False,
         packed: bool = False,
         group: Group | None = None,
-        lora: LoraParallel | None = None,
+        lora: str = REPLICATE_A,
     ) -> Lmm:
         """Load ``tiny``, a folder or a name on the hub; `BundleError`, `SettingsError` if not.
 
@@ -126,9 +120,9 @@ class Lmm(BaseModel):
         reads its part, to use LoRA matrices that are split by `lora`.
         """
         if group is not None:
-            reader = SplitReader(base, group, quantize)
+            reader = SplitReader(base, group, quantize, lora)
             model, processor = load_model(base, dtype, read=reader, plain=True)
-            return cls(base, model, processor, device, quantize, reader, lora)
+            return cls(base, model, processor, device, quantize, reader)
         model, processor = load_model(base, dtype, quantize=quantize, device=device, plain=True)
         if quantize is not None and not packed:
             model = unpack(model, dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from valora_data.wording import first_line
 from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
 from valora_serve.errors import SettingsError
+from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.model.attention.base import (
     AttentionBackend,
     KVCache,
@@ -26,24 +27,34 @@ from valora_serve.model.attention.base import (
     to_host,
 )
 from valora_serve.model.attention.compiling import Compiling
-from valora_serve.model.attention.registry import AUTO, make_backend
-from valora_serve.model.finite import finite_rows, mark_broken
+from valora_serve.model.attention.registry import make_backend
 from valora_serve.model.graphs import DecodeGraph, DecodeGraphs, GraphRecorder, Graphs, PromptGraphs
 from valora_serve.model.image_graphs import image_graphs
 from valora_serve.model.linears import LinearGroup
 from valora_serve.model.lmm import Lmm, VisualRows
-from valora_serve.model.preparation import (
+from valora_serve.model.prompt import Visual, VisualFeatures
+from valora_serve.model.sampler import (
+    StepLogprobs,
+    TokenChoice,
+    finite_rows,
+    mark_broken,
+    sample,
+    top_logprobs,
+)
+from valora_serve.model.work import (
     CROWDED,
     DECODE,
     KERNELS,
     MIXTURE,
     PROMPT,
     VISION,
+    LoraTerms,
     Preparation,
+    StepResources,
+    StepResult,
+    Work,
 )
-from valora_serve.model.prompt import Visual, VisualFeatures
-from valora_serve.model.sampler import StepLogprobs, TokenChoice, sample, top_logprobs
-from valora_serve.model.work import AdapterTable, LoraTerms, StepResources, StepResult, Work
+from valora_serve.parallel.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -58,19 +69,20 @@ class ModelRunner:
         self,
         lmm: Lmm,
         cache: KVCache,
-        adapters: AdapterTable,
+        adapters: AdapterMemory,
         *,
         backend: str,  # name of the attention backend, or `AUTO`
         max_tokens: int,  # rows in a step
         max_requests: int,  # that run
         max_adapters: int,  # distinct ones in a step
-        graphs: Sequence[int] = (),
-        prompt_graphs: Sequence[int] = (),
-        vision_graphs: Sequence[int] = (),
+        sizes: Mapping[str, Sequence[int]],  # of the graphs, by their kind
+        left: Mapping[Preparation, None],  # see `StepResources.left`
+        group: Group | None = None,  # whose ranks make the same steps
     ) -> None:
         self._lmm = lmm
         self._device = lmm.device
         self._adapters = adapters
+        self._group = group
         self._last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=self._device)
         self._resources = resources = StepResources(
             lmm=lmm,
@@ -81,20 +93,19 @@ class ModelRunner:
             max_requests=max_requests,
             max_segments=max_adapters + 1,
             scratch=Scratch(self._device),
+            left=left,
         )
         scratch = resources.scratch
         self._lora = LoraBatch(max_tokens, max_adapters + 1, self._device, scratch=scratch)
         self._recorder = recorder = GraphRecorder(self._device)
-        self._decode_graphs = DecodeGraphs(resources, recorder, graphs)
-        self._prompt_graphs = PromptGraphs(resources, recorder, prompt_graphs)
-        self._crowded_graphs = self._make_crowded(prompt_graphs)
-        self._vision_graphs = image_graphs(resources, recorder, vision_graphs)
-        self._may_stand_in = backend == AUTO
+        self._decode_graphs = DecodeGraphs(resources, recorder, sizes[DECODE])
+        self._prompt_graphs = PromptGraphs(resources, recorder, sizes.get(PROMPT, ()))
+        self._crowded_graphs = self._make_crowded(self._prompt_graphs.sizes)
+        self._vision_graphs = image_graphs(resources, recorder, sizes.get(VISION, ()))
         self._compiling: Compiling | None = None
         self._interrupted = False
         # Called in another thread once `adopt` may have something to do.
         self.on_compiled: Callable[[], None] = lambda: None
-        self._compiled: set[Preparation] = set()
         # Whether any adapter was registered; until then no graph with LoRA is captured.
         self.has_lora = False
 
@@ -102,7 +113,7 @@ class ModelRunner:
         """Graphs for steps in which many rows decode; of no size where the backend has none."""
         crowd = self._resources.backend.crowd
         fitting = [size for size in sizes if crowd(size) is not None]
-        return PromptGraphs(self._resources, self._recorder, fitting, crowded=True)
+        return PromptGraphs(self._resources, self._recorder, fitting, CROWDED)
 
     # ------------------------------------------------------------------ steps
 
@@ -215,7 +226,7 @@ class ModelRunner:
         lora = None
         if terms is not None:
             lora = self._lora
-            self._adapters.fill(lora, terms)
+            terms.fill(lora, self._adapters)
         with self._lmm.linears.scope.text(lora):
             plan = self._resources.backend.plan(rows)
             return self._lmm.hidden(tokens, positions, plan, visual)
@@ -244,10 +255,21 @@ class ModelRunner:
             for own, embedded in zip(deep, embeddings, strict=True)
         ]
         together = [torch.cat(layer) for layer in zip(*whole, strict=True)]
-        return VisualRows(self._send(np.concatenate(rows)), torch.cat(embeddings), together)
+        found = VisualRows(self._send(np.concatenate(rows)), torch.cat(embeddings), together)
+        if self._group is not None:  # images are encoded by rank 0
+            for part in (found.embeddings, *found.deep):
+                self._group.broadcast(part)
+        return found
 
     def _sample(self, logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
-        return sample(logits, choices)
+        # The logits are the same in all ranks of a group, and chance is that of rank 0.
+        if self._group is None or all(choice.is_argmax for choice in choices):
+            return sample(logits, choices)
+        tokens = torch.zeros(len(logits), dtype=torch.int64, device=self._device)
+        if self._group.rank == 0:
+            tokens = sample(logits, choices)
+        self._group.broadcast(tokens)
+        return tokens
 
     def _logprobs(
         self, works: Sequence[Work], logits: Tensor, tokens: Tensor
@@ -267,6 +289,10 @@ class ModelRunner:
         return to_device(values, self._device)
 
     # ------------------------------------------------------------------ warm-up
+
+    def take_lora(self) -> None:
+        """Capture graphs with LoRA terms, too, from now on."""
+        self.has_lora = True
 
     @property
     def _graphs(self) -> dict[str, Graphs[Any]]:
@@ -288,7 +314,7 @@ class ModelRunner:
     def preparations(
         self, terms: Sequence[int] = (0, 1, 2)
     ) -> tuple[list[Preparation], list[Preparation]]:
-        """What is not prepared yet: what serving should wait for, and the rest.
+        """Graphs that are not captured yet, and kernels: what serving waits for, and the rest.
 
         `terms` are numbers of LoRA terms per row: 0 without LoRA, 1 in unmerged mode, 2 in mixture
         mode, which needs a merged adapter and requests of others: no server has these at once.
@@ -308,29 +334,25 @@ class ModelRunner:
         ]  # fmt: skip
         rest = [one for one in found if one not in first]
         if self._device.type == "cuda":
-            rest += [one for one in self._kernel_runs(terms) if one not in self._compiled]
+            rest += self._kernel_runs(terms)
         return first, rest
 
     def prepare(self, wanted: Preparation) -> bool:
         """Capture a graph, or run kernels, between two steps; False if the backend has none."""
-        if wanted.kind == KERNELS:
-            self._compile(wanted)
-            return True
-        return self._graphs[wanted.kind].capture_one(wanted.size, wanted.terms)
+        if wanted.kind != KERNELS:
+            return self._graphs[wanted.kind].capture(wanted.size, wanted.terms)
+        self._compile(wanted)
+        return True
 
     def give_up(self, wanted: Preparation) -> None:
         """Capture no graphs of a size, as there is no memory for them."""
-        if wanted.kind == KERNELS:
-            self._compiled.add(wanted)
-        else:
+        if wanted.kind != KERNELS:
             self._graphs[wanted.kind].give_up(wanted.size)
 
     def missed(self) -> Preparation | None:
         """Return the graph that a step has missed, the longest ago; None if none was missed."""
-        for kind, graphs in self._graphs.items():
-            for size, terms in graphs.missed:
-                return Preparation(kind, size, terms)
-        return None
+        left, missed = self._resources.left, self._resources.missed
+        return next((wanted for wanted in missed if wanted in left), None)
 
     def forget_graphs(self) -> None:
         """Drop all graphs, because weights or adapters have moved in memory."""
@@ -339,21 +361,16 @@ class ModelRunner:
         for graphs in self._graphs.values():
             graphs.forget()
         self._recorder.forget()
-        self._compiled.clear()
 
     def tiled(self, terms: Sequence[int]) -> list[Preparation]:
         """Return what is prepared with tilings of the LoRA kernels: kernels and graphs."""
-        held = ((kind, key) for kind, graphs in self._graphs.items() for key in graphs.captured())
-        found = [*self._kernel_runs(terms), *(Preparation(kind, *key) for kind, key in held)]
-        return [one for one in found if one.terms]
+        held = (Preparation(kind, *k) for kind, one in self._graphs.items() for k in one.held)
+        return [one for one in (*self._kernel_runs(terms), *held) if one.terms]
 
     def renew(self, wanted: Preparation) -> None:
         """Prepare something again, with the tilings that are chosen now, between two steps."""
         try:
-            if wanted.kind == KERNELS:
-                self._compile(wanted)
-            else:
-                self._graphs[wanted.kind].recapture(wanted.size, wanted.terms)
+            self.prepare(wanted)
         except torch.OutOfMemoryError:
             log.info("no memory to prepare %s with new tilings", wanted)
 
@@ -363,12 +380,14 @@ class ModelRunner:
         self, wanted: Sequence[Preparation], patience: float | None = None
     ) -> None:
         """Compile kernels on all cores: attention's, and those of `wanted` graphs."""
+        if self._group is not None:  # split linears compute with all ranks only
+            return
         if self._compiling is None:
             backend = self._resources.backend
             self._compiling = Compiling(
                 backend,
                 lambda: self.on_compiled(),  # noqa: PLW0108 - it may be set later
-                awaited=patience is None or self._stand_in(backend) is None,
+                awaited=patience is None or backend.stand_in is None,
             )
         if self._interrupted:
             self._compiling.stop_waiting()
@@ -390,7 +409,7 @@ class ModelRunner:
 
     def _await_attention(self, compiling: Compiling, patience: float | None) -> None:
         """Wait for attention's kernels, or let another backend stand in for it."""
-        stand_in = self._stand_in(compiling.backend)
+        stand_in = compiling.backend.stand_in
         compiling.wait(None if stand_in is None else patience)
         error = compiling.error
         if stand_in is None and error is not None:
@@ -402,10 +421,6 @@ class ModelRunner:
             self._use(make_backend(stand_in, self._resources.cache))
             why = "are being compiled" if error is None else "cannot be compiled"
             log.info("attention backend: %s, as kernels of the chosen one %s", stand_in, why)
-
-    def _stand_in(self, backend: AttentionBackend) -> str | None:
-        """Name of the backend that may stand in for another one while that is compiled."""
-        return backend.stand_in if self._may_stand_in else None
 
     def _use(self, backend: AttentionBackend) -> None:
         """Attend with another backend; graphs are replayed until they are captured with it."""
@@ -479,7 +494,6 @@ class ModelRunner:
                     resources.fill_typical(self._lora, rows, wanted.terms, active, distinct)
                     self._run(linears, rows)
         lmm.linears.scope.last = None
-        self._compiled.add(wanted)
 
     def _run_prompt(self, rows: int, terms: int) -> None:
         """Run a step of one prompt, whose keys and values are written to page 0."""
@@ -514,7 +528,7 @@ class ModelRunner:
                 each = np.array(counts, np.int64) * rows // sum(counts)
                 batches[rows] = LoraBatch(rows, len(own), self._device)
                 terms = LoraTerms(own[:, None], np.ones((len(own), 1), np.float32), each)
-                self._adapters.fill(batches[rows], terms)
+                terms.fill(batches[rows], self._adapters)
             return batches[rows]
 
         with torch.inference_mode():

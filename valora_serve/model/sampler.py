@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     Bias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
+BROKEN = -1  # stands for a token that was chosen from logits that are not finite
+
+
 class TokenCounts:
     """The distinct tokens of a request, and how often each was generated, for its penalties."""
 
@@ -175,3 +178,19 @@ def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> StepLogprobs:
     scores = logits.log_softmax(-1)
     values, ids = scores.topk(max(most, 1), -1)
     return StepLogprobs(scores.gather(-1, tokens[:, None])[:, 0], ids, values)
+
+
+def finite_rows(values: Tensor) -> Tensor:
+    """Return which rows are finite and not constant: [rows, width] → [rows] bool; capturable.
+
+    A hidden state whose squares overflow in a norm becomes zero, and then every logit is equal.
+    """
+    if not values.shape[0]:
+        return torch.ones(0, dtype=torch.bool, device=values.device)
+    low, high = torch.aminmax(values, dim=-1)  # both are NaN if any value is
+    return low.isfinite() & high.isfinite() & (low < high)
+
+
+def mark_broken(tokens: Tensor, finite: Tensor) -> Tensor:
+    """Return the tokens of finite rows and `BROKEN` for others: [rows] int64; `tokens` stays."""
+    return torch.where(finite, tokens, BROKEN)

@@ -1,10 +1,10 @@
-"""What a step computes: each request's share, the adapters of its rows, and the result."""
+"""What steps compute: requests' shares, the adapters of rows, results, and what is prepared."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from valora_serve.memory.adapter_memory import AdapterMemory
     from valora_serve.model.attention.base import AttentionBackend, KVCache
     from valora_serve.model.lmm import Lmm
     from valora_serve.model.prompt import VisualFeatures
@@ -115,24 +116,41 @@ class LoraTerms:
         counts = np.array([count for count, _ in runs], np.int64)
         return cls(filled[..., 0].astype(np.int64), filled[..., 1].astype(np.float32), counts)
 
+    def fill(self, lora: LoraBatch, known: AdapterMemory, rows: int | None = None) -> None:
+        """Describe the terms to the LoRA kernels; `rows` includes those that pad a step."""
+        ranks, scalings = known.ranks, known.scalings
+        lora.update(self.adapters, ranks, scalings, self.coefficients, self.counts, rows)
+
     @property
     def width(self) -> int:
         """Terms per row: 1 in unmerged mode, 2 in mixture mode and beside two adapters."""
         return int(self.adapters.shape[1])
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterTable:
-    """What the kernels know of the adapters on the device."""
+# Graphs of decode steps, of steps with prompts, of those beside which many rows decode, and of the
+# encoding of images; and compiled kernels.
+DECODE, PROMPT, CROWDED, VISION, KERNELS = "decode", "prompt", "crowded", "vision", "kernels"
+# Rows of the steps that most servers compute first, and numbers of images, or of windows of an
+# image (32 hold 640 × 480 pixels).
+LIKELY = {DECODE: (1, 8, 32), PROMPT: (64, 256, 1024), VISION: (1, 4, 32)}
+MIXTURE = 2  # LoRA terms per row in mixture mode, which needs several adapters with requests
 
-    ranks: NDArray[np.int32]  # [slots], 0 for an empty one
-    scalings: NDArray[np.float32]  # [slots]
 
-    def fill(self, lora: LoraBatch, terms: LoraTerms, rows: int | None = None) -> None:
-        """Describe the terms of a step to the LoRA kernels; `rows` includes those that pad it."""
-        lora.update(
-            terms.adapters, self.ranks, self.scalings, terms.coefficients, terms.counts, rows
-        )
+class Preparation(NamedTuple):
+    """Something that is prepared once."""
+
+    kind: str
+    size: int  # rows of a graph, or images; rows with an adapter for kernels, 0: of a whole step
+    terms: int  # LoRA terms per row
+
+    @property
+    def likely(self) -> bool:
+        """Whether most servers need it soon."""
+        return self.size in LIKELY.get(self.kind, ())
+
+    def order(self, largest: int) -> tuple[bool, bool, bool, int]:
+        """Order of captures: the largest of a kind first, in whose memory smaller ones fit."""
+        return self.size != largest, not self.likely, self.terms == MIXTURE, self.size
 
 
 @dataclass(slots=True)
@@ -142,13 +160,16 @@ class StepResources:
     lmm: Lmm
     cache: KVCache
     backend: AttentionBackend  # another one may take over between two steps
-    adapters: AdapterTable
+    adapters: AdapterMemory
     # [max_requests + 1] int64 on the device, the last token of each running request by its place;
     # the extra place belongs to rows that pad a graph.
     last_tokens: Tensor
     max_requests: int
     max_segments: int  # distinct adapters in a step, no adapter included
     scratch: Scratch  # of the LoRA kernels, as steps run one after the other
+    left: Mapping[Preparation, None]  # what is to be prepared, the next one first
+    # Graphs that steps have missed, the longest ago first; some may be there by now.
+    missed: dict[Preparation, None] = field(default_factory=dict)
 
     def typical_batch(self, rows: int, terms: int, distinct: int) -> LoraBatch:
         """Return a batch for a graph, with a typical mix of adapters, see `fill_typical`."""

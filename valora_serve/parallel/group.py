@@ -1,10 +1,9 @@
 """The processes of a tensor-parallel group, and the tensors that they exchange.
 
-torch.distributed carries them: NCCL between GPUs, gloo between processes on a CPU. All ranks must
-call the same methods in the same order; on a GPU the calls are enqueued on the current stream, and
-can be captured in a CUDA graph. Sums of small tensors go through memory that the GPUs of a host
-read from each other: NCCL takes ten microseconds and more for a few kilobytes, twice in every layer
-of a decode step, and torch's symmetric memory one kernel over NVLink.
+NCCL carries them between GPUs, in CUDA graphs too, gloo between processes on a CPU. All ranks must
+call the same methods in the same order. Small tensors are summed in memory that the GPUs of a host
+read from each other, in one kernel: NCCL takes ten microseconds and more, twice in every layer of a
+decode step.
 """
 
 from __future__ import annotations
@@ -43,20 +42,16 @@ class PeerMemory:
     """Memory of this GPU by data type ([elements]) that other GPUs can read, and all `handles`."""
 
     name: str
-    rank: int
-    size: int
     buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
 
-    # Whether this process has opened one: torch keeps the store of a group's name for the life of
-    # the process, so that a second group would wait at the first one's.
+    # Torch keeps the store of a group's name: a second one of a process would wait at the first's.
     opened: ClassVar[bool] = False
 
     @classmethod
     def open(cls, rank: int, size: int, device: torch.device) -> PeerMemory | None:
         """Share memory with all ranks, which call this too; None where that is not possible."""
-        first = (device.index or 0) - rank
-        others = [first + number for number in range(size) if number != rank]
+        others = [(device.index or 0) + n - rank for n in range(size) if n != rank]
         reads = all(torch.cuda.can_device_access_peer(device, other) for other in others)
         agreed = torch.tensor([int(reads and not cls.opened)], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
@@ -66,7 +61,7 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory as symmetric
 
         world: Any = dist.group.WORLD
-        found = cls(world.group_name, rank, size)
+        found = cls(world.group_name)
         try:
             for dtype in (torch.bfloat16, torch.float32):
                 buffer = symmetric.empty(LIMIT // dtype.itemsize, dtype=dtype, device=device)
@@ -89,18 +84,15 @@ class PeerMemory:
         buffer = self.buffers[values.dtype][: values.numel()].view(values.shape)
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(buffer, values, "sum", self.name, values)
 
-    def release(self) -> None:
-        """Let kernels that wait for a process that has ended go on, with wrong sums.
-
-        A kernel waits until the others' signals are in its GPU's memory; nothing else ends it.
-        """
+    def release(self, rank: int, size: int) -> None:
+        """Let kernels go on, with wrong sums, that wait for signals of a process that has ended."""
         until = time.monotonic() + RELEASE_SECONDS
         stream = torch.cuda.Stream(self.buffers[torch.float32].device)
         with torch.cuda.stream(stream):
             while time.monotonic() < until:
                 for one in self.handles:
-                    pads = [one.get_signal_pad(k, dtype=torch.int32) for k in range(self.size)]
-                    signal_all(pads, self.rank)
+                    pads = [one.get_signal_pad(k, dtype=torch.int32) for k in range(size)]
+                    signal_all(pads, rank)
                 stream.synchronize()
 
 
@@ -108,9 +100,8 @@ def signal_all(pads: Sequence[Tensor], rank: int) -> None:
     """Write the signals that a process waits for, as if the others had come to every sum.
 
     In the pad of a process ([entries] int32), entry `block * size + sender` says that the sender
-    has come. A kernel waits until its own entry of every pad is 0 and sets it to 1, then waits
-    until all entries of its process's pad are 1 and sets them to 0. Its entry in the pad of its own
-    process is between 0 and 1 by its own doing: written here, it would wait for that forever.
+    has come. A kernel waits until its own entry of every pad is 0 and sets it to 1, then until all
+    entries of its process's pad are 1 and sets them to 0; its entry there is its own doing.
     """
     size = len(pads)
     for receiver, pad in enumerate(pads):
@@ -195,9 +186,10 @@ class Group:
     def abort(self) -> None:
         """Give up all calls under way, so that nothing waits for a process that has ended."""
         if self.peers is not None:
-            self.peers.release()
+            own = self.rank, self.size
+            self.peers.release(*own)
             # Again, beside the end of NCCL's calls: sums may wait behind those.
-            threading.Thread(target=self.peers.release, daemon=True).start()
+            threading.Thread(target=self.peers.release, args=own, daemon=True).start()
         if self.device.type == "cuda" and dist.is_initialized():
             dist.distributed_c10d._get_default_group().abort()
 

@@ -25,7 +25,7 @@ ALIGNED = 16  # elements of at least 4 bytes, of which `send_together` aligns ar
 TABLES = 32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class KVCache:
     """The KV cache of all layers, in the page pool."""
 
@@ -35,25 +35,10 @@ class KVCache:
     block_size: int  # tokens per page
     heads: int  # query heads
 
-    @property
-    def kv_heads(self) -> int:
-        """Number of heads of keys and values."""
-        return int(self.layers[0][0].shape[2])
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return int(self.layers[0][0].shape[3])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of keys, values and queries."""
-        return self.layers[0][0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device that holds the pages."""
-        return self.layers[0][0].device
+    def __post_init__(self) -> None:
+        keys = self.layers[0][0]
+        self.kv_heads, self.head_dim = keys.shape[2:]
+        self.dtype, self.device = keys.dtype, keys.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +128,8 @@ class AttentionBackend(ABC):
     # Order in which ``auto`` tries the backends, the lowest first; None: used by its name alone.
     auto_rank: ClassVar[int | None] = None
     # Name of the backend that attends while this one is compiled, with the same pages and with CUDA
-    # graphs; None if requests wait for this one.
-    stand_in: ClassVar[str | None] = None
+    # graphs; None if requests wait for this one, as for one that was named.
+    stand_in: str | None = None
     gpu_only: ClassVar[bool] = False  # whether it works on a CUDA GPU alone
     most_mixed: int = 256  # sequences for which `mixed_plan` is asked
 

@@ -72,7 +72,7 @@ class FlashInferBackend(AttentionBackend):
         self._hopper = torch.cuda.get_device_capability(cache.device) == (9, 0)
         self._prompts = self._prefill_wrapper("fa3" if self._hopper else "auto")
         self._decode = self._decode_wrapper()
-        self._mixed_decodes: dict[int, FixedDecode] = {}
+        self._mixed_decodes: dict[int, tuple[Wrapper, Tokens]] = {}
         self._triton: TritonBackend | None = None
         if self._hopper:  # elsewhere FlashAttention 2 keeps 128 rows of each: 2 MB with 32 heads
             self.most_mixed = 512
@@ -103,16 +103,16 @@ class FlashInferBackend(AttentionBackend):
         )
         return Wrapper(made, self._cache)
 
-    def _fixed_decode(self, sequences: int, tables: Tensor) -> FixedDecode:
-        """A decode wrapper whose step is described in buffers of fixed size and address."""
-        indptr, last = tables.new_zeros(sequences + 1), tables.new_ones(sequences)
+    def _fixed_decode(self, sequences: int, tables: Tensor) -> tuple[Wrapper, Tokens]:
+        """A decode wrapper, and the buffers of fixed size and address that describe its step."""
+        tokens = Tokens.empty(sequences, sequences, tables)
         wrapper = self._decode_wrapper(
             use_cuda_graph=True,
-            paged_kv_indptr_buffer=indptr,
-            paged_kv_indices_buffer=tables,
-            paged_kv_last_page_len_buffer=last,
+            paged_kv_indptr_buffer=tokens.indptr,
+            paged_kv_indices_buffer=tokens.indices,
+            paged_kv_last_page_len_buffer=tokens.last,
         )
-        return FixedDecode(wrapper, tables, indptr, last)
+        return wrapper, tokens
 
     def compile(self) -> None:
         """Compile the libraries side by side; FlashAttention 3 takes more than a minute."""
@@ -154,7 +154,7 @@ class FlashInferBackend(AttentionBackend):
 
     def decode_plan(self, sequences: int) -> FlashInferDecodePlan:
         tables = self._table_buffer(sequences, sequences)
-        return FlashInferDecodePlan(self._cache, self._fixed_decode(sequences, tables))
+        return FlashInferDecodePlan(self._cache, *self._fixed_decode(sequences, tables))
 
     def mixed_plan(self, sequences: int, rows: int) -> FlashInferMixedPlan:
         return self._mixed_plan(sequences, rows, None)
@@ -180,14 +180,13 @@ class FlashInferBackend(AttentionBackend):
         if self._shares_keys:
             return self._own().mixed_plan(sequences, rows)
         # Plans of all numbers of rows take turns with it: a wrapper has 8 MB of its own.
-        decode = self._mixed_decodes.get(sequences)
-        if decode is None:
-            decode = self._fixed_decode(sequences, self._table_buffer(sequences, rows))
-            self._mixed_decodes[sequences] = decode
-        return self._mixed_plan(sequences, rows, decode)
+        if sequences not in self._mixed_decodes:
+            tables = self._table_buffer(sequences, rows)
+            self._mixed_decodes[sequences] = self._fixed_decode(sequences, tables)
+        return self._mixed_plan(sequences, rows, self._mixed_decodes[sequences])
 
     def _mixed_plan(
-        self, sequences: int, rows: int, decode: FixedDecode | None
+        self, sequences: int, rows: int, decode: tuple[Wrapper, Tokens] | None
     ) -> FlashInferMixedPlan:
         cache = self._cache
         tables = self._table_buffer(sequences, rows)
@@ -259,15 +258,6 @@ class Wrapper:
         self._wrapper.run(query, pages, q_scale=scale * query.shape[-1] ** 0.5, out=out)
 
 
-class FixedDecode(NamedTuple):
-    """A decode wrapper of one row for each sequence, in buffers of fixed size and address."""
-
-    wrapper: Wrapper
-    tables: Tensor  # [pages] int32, of all sequences
-    indptr: Tensor  # [sequences + 1] int32, start of each in the pages
-    last: Tensor  # [sequences] int32, tokens in the last page of each
-
-
 class Tokens(NamedTuple):
     """Where a step's keys and values are written to."""
 
@@ -326,13 +316,11 @@ class FlashInferPlan:
 class FlashInferDecodePlan(FlashInferPlan):
     """A plan in fixed buffers, with one row per sequence."""
 
-    def __init__(self, cache: KVCache, decode: FixedDecode) -> None:
-        wrapper, tables, indptr, last = decode
-        self._count = count = len(last)
-        self.max_pages: int | None = len(tables) - count  # rows that pad a step have one
-        owner = torch.arange(count, dtype=torch.int32, device=cache.device)
-        written = torch.stack([owner, torch.zeros_like(owner)])
-        super().__init__(cache, Tokens(written, tables, indptr, last), count, wrapper, None)
+    def __init__(self, cache: KVCache, wrapper: Wrapper, tokens: Tokens) -> None:
+        self._count = count = len(tokens.last)
+        self.max_pages: int | None = len(tokens.indices) - count  # rows that pad a step have one
+        tokens.written[0] = torch.arange(count, device=cache.device)
+        super().__init__(cache, tokens, count, wrapper, None)
 
     def update(self, rows: Rows) -> None:
         cache = self._cache
@@ -348,14 +336,16 @@ class FlashInferMixedPlan(FlashInferPlan):
     """A plan in fixed buffers for any mix of rows; one extra sequence takes the padding rows."""
 
     def __init__(
-        self, cache: KVCache, tokens: Tokens, decode: FixedDecode | None, prompts: Wrapper
+        self,
+        cache: KVCache,
+        tokens: Tokens,
+        decode: tuple[Wrapper, Tokens] | None,
+        prompts: Wrapper,
     ) -> None:
-        wrapper, count = (None, 0) if decode is None else (decode.wrapper, len(decode.last))
-        super().__init__(cache, tokens, count, wrapper, prompts)
+        wrapper, own = decode or (None, None)
+        super().__init__(cache, tokens, 0 if own is None else len(own.last), wrapper, prompts)
         self._rows, self._sequences = tokens.written.shape[1], len(tokens.last) - 1
-        pages = len(tokens.indices)
-        if decode is not None:
-            pages = min(pages, len(decode.tables))
+        pages = min(len(one.indices) for one in (tokens, own) if one is not None)
         self._pages = pages - self._sequences - 1  # unused sequences have one
         self.max_pages: int | None = self._pages
         # The first plan fixes the largest number of rows.

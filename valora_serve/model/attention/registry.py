@@ -35,7 +35,7 @@ def make_backend(name: str, cache: KVCache) -> AttentionBackend:
     if BACKENDS[name].gpu_only and cache.device.type != "cuda":
         raise SettingsError(f"attention backend {name!r} needs a CUDA GPU: choose 'torch' on a CPU")
     try:
-        return BACKENDS[name](cache)
+        backend = BACKENDS[name](cache)
     except ImportError as error:
         raise SettingsError(
             f"attention backend {name!r} is not installed ({error}): install its library or choose "
@@ -46,6 +46,8 @@ def make_backend(name: str, cache: KVCache) -> AttentionBackend:
             f"attention backend {name!r} cannot be used ({first_line(error)}): "
             "`valora-serve --check` looks at its library, or choose another backend"
         ) from error
+    backend.stand_in = None
+    return backend
 
 
 def _best_backend(cache: KVCache) -> AttentionBackend:

@@ -11,7 +11,7 @@ import torch
 
 from tests.bench.valora_serve.harness import table
 from valora_serve.model.graphs import PromptGraphs
-from valora_serve.model.work import AdapterTable
+from valora_serve.model.work import LoraTerms
 
 LENGTHS = (256, 1024)
 REPEATS = 12
@@ -37,7 +37,7 @@ def _measure(bench, length, names):
     times = {"layers": [], "attention": [], "adapters": []}
     whole, seen = [], []
     with (
-        patch.object(AdapterTable, "fill", _timed(AdapterTable.fill, times["adapters"])),
+        patch.object(LoraTerms, "fill", _timed(LoraTerms.fill, times["adapters"])),
         patch.object(PromptGraphs, "replay", _noted(PromptGraphs.replay, seen)),
     ):
         for repeat in range(2 + REPEATS):

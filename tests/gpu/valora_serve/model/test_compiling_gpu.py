@@ -103,7 +103,7 @@ def test_flashinfer_takes_over_from_the_triton_kernels(monkeypatch):
         pass
     after = scores()
     assert isinstance(engine.runner._resources.backend, FlashInferBackend)
-    assert not engine.runner._decode_graphs._stale and not engine.runner._prompt_graphs._stale
+    assert not engine.runner._decode_graphs.stale and not engine.runner._prompt_graphs.stale
     for found in (during, after):
         torch.testing.assert_close(found, before, rtol=0, atol=0.02)
     lmm.linears.release()

@@ -8,7 +8,6 @@ import torch
 import tests.bench.valora_kernels.operators  # noqa: F401 - registers those to compare with
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
-    Reference,
     ask,
     assert_empty,
     check_answers,
@@ -17,7 +16,7 @@ from tests.support.engine_reference import (
     question,
     run,
 )
-from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, make_adapter
+from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, make_adapters
 from valora_kernels.operators import OPERATORS
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import RequestError
@@ -30,19 +29,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def adapters(base, tmp_path_factory):
     """Neighbours differ in rank, scaling and targets."""
-    folder = tmp_path_factory.mktemp("adapters")
-    kinds = {"a": (8, 16, LANGUAGE), "b": (3, 7, MLP), "c": (6, 13, EVERYTHING)}
-    return {
-        name: make_adapter(
-            folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets, strength=0.25
-        )
-        for seed, (name, (rank, alpha, targets)) in enumerate(kinds.items())
-    }
-
-
-@pytest.fixture(scope="module")
-def reference(base, adapters):
-    return Reference(base, adapters)
+    return make_adapters(
+        tmp_path_factory.mktemp("adapters"), base, 0.25,
+        a=(0, 8, 16, LANGUAGE), b=(1, 3, 7, MLP), c=(2, 6, 13, EVERYTHING),
+    )  # fmt: skip
 
 
 OTHERS = sorted(set(OPERATORS) - {"atmm"})

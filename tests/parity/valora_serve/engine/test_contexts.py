@@ -161,7 +161,6 @@ def test_adapters_at_decoding_only_share_the_base_models_cache(base, bundle):
     for name in (None, "documents/late", "documents/always"):
         request = Request(str(name), name, token_ids=list(range(20, 120)), sampling=words)
         last = run(engine, [request])[request.id].last
-        assert last is not None and last.usage is not None
         cached.append(last.usage.cached)
     assert cached == [0, 96, 0]
 

@@ -19,7 +19,7 @@ from tests.support.engine_reference import (
     relative,
     run,
 )
-from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, PROJECTOR, VISION, make_adapter
+from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, PROJECTOR, VISION, make_adapters
 from valora_serve.engine.engine import Engine
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.types import Finish, Mode, Request, SamplingParams
@@ -35,34 +35,26 @@ ROUNDING = 1.25
 TOKENS = 8
 
 
+def neighbours(base, folder, everything=6):
+    """Adapters of which neighbours differ in rank, scaling and targets."""
+    return make_adapters(
+        folder, base, 0.25,
+        attention=(1, 8, 16, LANGUAGE),
+        mlp=(2, 3, 7, MLP, ("use_rslora", True)),
+        patterns=(
+            3, 4, 6, f"{LANGUAGE}|{MLP}",
+            ("rank_pattern", {"q_proj": 7, r"layers\.1\.mlp\.up_proj": 2}),
+            ("alpha_pattern", {"v_proj": 11}),
+        ),
+        tower=(4, 5, 9, VISION),
+        projector=(5, 2, 5, PROJECTOR),
+        everything=(6, everything, 13, EVERYTHING),
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def adapters(base, tmp_path_factory):
-    """Neighbours differ in rank, scaling and targets."""
-    folder = tmp_path_factory.mktemp("adapters")
-
-    def make(name, seed, rank, alpha, targets, **options):
-        return make_adapter(
-            folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets,
-            strength=0.25, **options,
-        )  # fmt: skip
-
-    return {
-        "attention": make("attention", 1, 8, 16, LANGUAGE),
-        "mlp": make("mlp", 2, 3, 7, MLP, use_rslora=True),
-        "patterns": make(
-            "patterns", 3, 4, 6, f"{LANGUAGE}|{MLP}",
-            rank_pattern={"q_proj": 7, r"layers\.1\.mlp\.up_proj": 2},
-            alpha_pattern={"v_proj": 11},
-        ),
-        "tower": make("tower", 4, 5, 9, VISION),
-        "projector": make("projector", 5, 2, 5, PROJECTOR),
-        "everything": make("everything", 6, 6, 13, EVERYTHING),
-    }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def reference(base, adapters):
-    return Reference(base, adapters)
+    return neighbours(base, tmp_path_factory.mktemp("adapters"))
 
 
 def mixed(names, *, tokens=TOKENS):
@@ -204,7 +196,6 @@ def test_modes(base, adapters, reference, mode, overlap):
     engine = forced(base, adapters, mode, overlap=overlap, max_requests=8)
     requests = mixed(EVERYBODY)
     check(run(engine, requests, together=6), requests, reference)
-    assert isinstance(engine.policy, Forced)
     used = set(engine.policy.modes)
     assert (
         used
@@ -301,12 +292,12 @@ def test_images_are_encoded_once_for_each_adapter_of_the_tower(base, adapters, r
     ]
     engine = make_engine(base, adapters, policy="unmerge_only", prefix_cache=False)
     check(run(engine, requests), requests, reference)
-    assert len(engine.images) == 4  # as the base model sees it, and three adapted ones
+    assert len(engine.images._kept) == 4  # as the base model sees it, and three adapted ones
     again = [replace(one, id=f"again {one.id}") for one in requests]
     check(run(engine, again), again, reference)
     stats = engine.stats()
     assert (stats.image_queries, stats.image_queries - stats.image_hits) == (12, 4)
-    assert len(engine.images) == 4
+    assert len(engine.images._kept) == 4
 
 
 def test_prompt_that_grows_in_a_conversation(base, reference):
@@ -317,7 +308,6 @@ def test_prompt_that_grows_in_a_conversation(base, reference):
         found = run(engine, [one])
         assert found[one.id].tokens == reference(one).tokens
         usage = found[one.id].last.usage
-        assert usage is not None
         # Answers are found again as well, their last token excepted, which was never computed.
         assert usage.cached == (0 if not turn else (len(ids) - 5 - 1) // 4 * 4)
         ids += [*found[one.id].tokens, *range(100 + turn, 105 + turn)]

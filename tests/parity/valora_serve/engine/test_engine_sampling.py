@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.support.engine_reference import (
-    Reference,
     add_requests,
     assert_empty,
     collect,
@@ -15,7 +14,7 @@ from tests.support.engine_reference import (
     question,
     run,
 )
-from tests.support.serve_helpers import LANGUAGE, make_adapter
+from tests.support.serve_helpers import LANGUAGE, make_adapters
 from valora_serve.errors import RequestError
 from valora_serve.types import Finish, Request, SamplingParams
 
@@ -25,16 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def adapters(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
-    options = {"targets": LANGUAGE, "strength": 0.25}
-    return {
-        "one": make_adapter(folder / "one", base, seed=1, rank=4, alpha=9, **options),
-        "two": make_adapter(folder / "two", base, seed=2, rank=7, alpha=5, **options),
-    }
-
-
-@pytest.fixture(scope="module")
-def reference(base, adapters):
-    return Reference(base, adapters)
+    return make_adapters(folder, base, 0.25, one=(1, 4, 9, LANGUAGE), two=(2, 7, 5, LANGUAGE))
 
 
 def generated(reference, request, **options):

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
-    Reference,
     add_requests,
     ask,
     assert_empty,
@@ -33,6 +32,7 @@ from tests.support.serve_helpers import (
     VISION,
     DomainSpec,
     make_adapter,
+    make_adapters,
     make_bundle,
 )
 from valora_serve.errors import AdapterError, NonFiniteError
@@ -91,38 +91,25 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapters(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapters")
-    return {
-        "attention": make_adapter(folder / "attention", base, seed=1, rank=8, strength=0.25),
-        "everything": make_adapter(
-            folder / "everything", base, seed=2, rank=3, alpha=7, targets=EVERYTHING, strength=0.25
-        ),
-    }
+    return make_adapters(
+        tmp_path_factory.mktemp("adapters"), base, 0.25,
+        attention=(1, 8, 16, LANGUAGE), everything=(2, 3, 7, EVERYTHING),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def harmful(base, tmp_path_factory):
     """Adapters that can be loaded."""
-    folder = tmp_path_factory.mktemp("harmful")
-
-    def make(name, seed, targets, change):
-        made = make_adapter(
-            folder / name, base, seed=seed, rank=4, alpha=8, targets=targets, strength=0.25
-        )
-        return rewritten(made, change)
-
-    return {
-        "loud": make("loud", 21, f"{LANGUAGE}|{MLP}", larger(1e6)),
-        "row": make("row", 22, LANGUAGE, one_row),
-        "always": make("always", 23, MLP, larger(1e14)),
-        "sometimes": make("sometimes", 24, MLP, one_direction),
-        "tower": make("tower", 25, f"{VISION}|{MLP}", larger(1e14)),
+    changes = {
+        "loud": (larger(1e6), (21, 4, 8, f"{LANGUAGE}|{MLP}")),
+        "row": (one_row, (22, 4, 8, LANGUAGE)),
+        "always": (larger(1e14), (23, 4, 8, MLP)),
+        "sometimes": (one_direction, (24, 4, 8, MLP)),
+        "tower": (larger(1e14), (25, 4, 8, f"{VISION}|{MLP}")),
     }
-
-
-@pytest.fixture(scope="module")
-def reference(base, adapters):
-    return Reference(base, adapters)
+    kinds = {name: kind for name, (_, kind) in changes.items()}
+    made = make_adapters(tmp_path_factory.mktemp("harmful"), base, 0.25, **kinds)
+    return {name: rewritten(made[name], change) for name, (change, _) in changes.items()}
 
 
 def with_image(name, model, seed):
@@ -348,7 +335,6 @@ def test_domains_of_others_and_of_its_own(tmp_path, policy):
         if other is None:
             assert head is None
         else:
-            assert head is not None
             torch.testing.assert_close(
                 torch.from_numpy(head.logits), torch.from_numpy(other.logits),
                 rtol=1e-4, atol=1e-4,

@@ -19,6 +19,7 @@ from tests.parity.valora_serve.engine.test_engine import (
     merged,
     mixed,
     mixture,
+    neighbours,
     unmerged,
 )
 from tests.support.context_bundles import ContextSpec, make_context_bundle
@@ -31,17 +32,10 @@ from tests.support.engine_reference import (
     question,
     relative,
     run,
+    tokens,
 )
 from tests.support.forked import forked_workers
-from tests.support.serve_helpers import (
-    EVERYTHING,
-    LANGUAGE,
-    MLP,
-    VISION,
-    DomainSpec,
-    make_adapter,
-    make_bundle,
-)
+from tests.support.serve_helpers import LANGUAGE, MLP, DomainSpec, make_bundle
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
 from valora_kernels.merge import MergeableWeights
 from valora_serve.errors import AdapterError, RequestError, SettingsError, StoppedError
@@ -55,31 +49,10 @@ TOLERANCE = 1e-5
 MODES = {"unmerged": unmerged, "merged": merged, "mixture": mixture}
 
 
-def make_adapters(base, folder):
-    """Neighbours differ in rank, scaling and targets; two processes divide not every rank."""
-
-    def make(name, seed, rank, alpha, targets, **options):
-        return make_adapter(
-            folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets,
-            strength=0.25, **options,
-        )  # fmt: skip
-
-    return {
-        "attention": make("attention", 1, 8, 16, LANGUAGE),
-        "mlp": make("mlp", 2, 3, 7, MLP, use_rslora=True),
-        "patterns": make(
-            "patterns", 3, 4, 6, f"{LANGUAGE}|{MLP}",
-            rank_pattern={"q_proj": 7, r"layers\.1\.mlp\.up_proj": 2},
-            alpha_pattern={"v_proj": 11},
-        ),
-        "tower": make("tower", 4, 5, 9, VISION),
-        "everything": make("everything", 6, 1, 13, EVERYTHING),
-    }  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def adapters(base, tmp_path_factory):
-    return make_adapters(base, tmp_path_factory.mktemp("adapters"))
+    """Two processes divide not every rank."""
+    return neighbours(base, tmp_path_factory.mktemp("adapters"), everything=1)
 
 
 def bundle(base, folder):
@@ -214,8 +187,6 @@ def test_heads_answer_as_in_one_process(pair):
         assert want.error is None, want.error
         got = found[name]
         assert got.error is None, got.error
-        assert got.last is not None and want.last is not None
-        assert got.last.head is not None and want.last.head is not None
         assert relative(got.last.head.logits, want.last.head.logits) < TOLERANCE
 
 
@@ -232,21 +203,15 @@ def test_chance_is_the_leaders(pair):
         question("scored", "patterns", sampling=scored),
     ]
     wanted, found = (run(engine, asked) for engine in pair)
-    assert {name: got.tokens for name, got in found.items()} == {
-        name: got.tokens for name, got in wanted.items()
-    }
+    assert tokens(found) == tokens(wanted)
     scores = [side["scored"].last for side in (wanted, found)]
-    assert scores[0] is not None and scores[1] is not None
-    assert scores[0].prompt is not None and scores[1].prompt is not None
     assert relative(scores[1].prompt.logprobs, scores[0].prompt.logprobs) < TOLERANCE
     for engine in pair:
         engine.merge_state.switch(Mode.UNMERGED, None)
         for key in sorted(engine.adapters.resident):
             engine.adapters.evict(engine.adapters._entries[key])
     again = run(pair[1], asked)
-    assert {name: got.tokens for name, got in again.items()} == {
-        name: got.tokens for name, got in wanted.items()
-    }
+    assert tokens(again) == tokens(wanted)
     assert_empty(pair[1])
 
 
@@ -268,7 +233,7 @@ def test_contexts_and_adapters_at_decoding_only(pair, base, tmp_path):
     answers = []
     for engine in pair:
         engine.load(folder)
-        answers.append({name: got.tokens for name, got in run(engine, requests).items()})
+        answers.append(tokens(run(engine, requests)))
     assert answers[0] == answers[1]
     assert len({tuple(answers[0][name]) for name in contexts}) == len(contexts)
     assert pair[1].stats().pages_contexts == 4
@@ -305,7 +270,6 @@ def test_each_process_holds_its_part(pair):
 def test_a_killed_process_ends_requests_with_one_message(pair, adapters):
     """Runs last, as the engine is lost."""
     engine = pair[1]
-    assert engine.workers is not None
     worker = engine.workers.processes[0]
     asked = [question(f"r{number}", "mlp", tokens=400) for number in range(4)]
     add_requests(engine, *asked)

@@ -27,7 +27,7 @@ from tests.support.serve_helpers import (
     LANGUAGE,
     MLP,
     DomainSpec,
-    make_adapter,
+    make_adapters,
     make_bundle,
 )
 from valora_serve.errors import RequestError, UnknownModelError
@@ -52,20 +52,13 @@ MIXES = [
 
 @pytest.fixture(scope="module")
 def adapters(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapters")
-
-    def make(name, seed, rank, alpha, targets, **options):
-        return make_adapter(
-            folder / name, base, seed=seed, rank=rank, alpha=alpha, targets=targets,
-            strength=0.1, **options,
-        )  # fmt: skip
-
-    return {
-        "attention": make("attention", 1, 8, 16, LANGUAGE),
-        "mlp": make("mlp", 2, 3, 7, f"{LANGUAGE}|{MLP}", use_rslora=True),
-        "patterns": make("patterns", 3, 4, 6, MLP, alpha_pattern={"up_proj": 11}),
-        "everything": make("everything", 6, 6, 13, EVERYTHING),
-    }
+    return make_adapters(
+        tmp_path_factory.mktemp("adapters"), base, 0.1,
+        attention=(1, 8, 16, LANGUAGE),
+        mlp=(2, 3, 7, f"{LANGUAGE}|{MLP}", ("use_rslora", True)),
+        patterns=(3, 4, 6, MLP, ("alpha_pattern", {"up_proj": 11})),
+        everything=(6, 6, 13, EVERYTHING),
+    )  # fmt: skip
 
 
 class WeightedReference(Reference):
@@ -183,7 +176,6 @@ def test_cached_prompts_are_those_of_the_same_weights(base, adapters, reference)
         found = run(engine, [request])
         check(found, [request], reference)
         usage = found[request.id].last.usage
-        assert usage is not None
         assert bool(usage.cached) == (number in same), mix
 
 

@@ -45,7 +45,7 @@ def test_the_kernels_of_graphs_are_those_that_are_compiled(tmp_path, monkeypatch
         monkeypatch.setattr(f"valora_kernels.{name}.use_triton", lambda _: True)
     runner = engine.runner
     graphs = [graph for held in (runner._decode_graphs, runner._prompt_graphs)
-              for graph in held._graphs.values()]  # fmt: skip
+              for graph in held.held.values()]  # fmt: skip
     with torch.inference_mode():
         for graph in graphs:
             graph.replay()

@@ -6,12 +6,12 @@ from tests.bench.valora_serve.bench_serve import options
 from tests.bench.valora_serve.harness import Bench, found
 from tests.bench.valora_serve.sections.lone import lone
 from valora_serve.model.graphs import PromptGraphs
-from valora_serve.model.work import AdapterTable
+from valora_serve.model.work import LoraTerms
 
 
 @pytest.mark.slow
 def test_the_parts_of_a_lone_prompt_are_told_apart(monkeypatch, capsys):
-    own = AdapterTable.fill, PromptGraphs.replay
+    own = LoraTerms.fill, PromptGraphs.replay
     given = ["--device", "cpu", "--layers", "1", "--width", "128", "--no-vision"]
     bench = Bench(options().parse_args(given))
     start = bench.start
@@ -27,5 +27,5 @@ def test_the_parts_of_a_lone_prompt_are_told_apart(monkeypatch, capsys):
         assert 0 < attention < host < whole
     assert plain[6] is None
     assert 0 < adapted[6] < adapted[4]
-    assert own == (AdapterTable.fill, PromptGraphs.replay)
+    assert own == (LoraTerms.fill, PromptGraphs.replay)
     assert "## Lone prompts" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.errors import BundleError
 from valora_data.models import smol
 from valora_data.models.lite_tower import BLOCKS, LiteTowerConfig, tower_of
-from valora_serve.model.split_model import check_split
+from valora_serve.model.split import check_split
 from valora_serve.types import Request, SamplingParams
 from valora_train.model.lmm import Lmm
 from valora_train.model.prompts import Example

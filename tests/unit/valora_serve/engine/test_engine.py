@@ -376,12 +376,12 @@ def test_the_image_cache_keeps_its_bound(base):
         asked = Request(f"{n}", messages=ask("Look", images=1), images=[noise(20, 20, n)],
                         sampling=SamplingParams(max_tokens=1))  # fmt: skip
         run(engine, [asked])
-        assert engine.images.held_bytes == len(engine.images) * one <= 2 * one
+        assert engine.images.held_bytes == len(engine.images._kept) * one <= 2 * one
     assert engine.stats().image_hits == 2  # the least recently used one goes
     assert engine.images.encoded == 4
     engine = make_engine(base, image_cache_bytes=one - 1)
     run(engine, [asked])
-    assert not len(engine.images)
+    assert not len(engine.images._kept)
 
 
 def test_cached_images_keep_no_others_in_memory(base):

@@ -10,7 +10,7 @@ import torch
 
 from valora_serve.engine import sizing
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.workers import Workers, device_of
+from valora_serve.engine.workers import Workers
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.memory.unified import PageShape
 
@@ -94,18 +94,18 @@ def test_threads_of_operators_on_the_host(
 def test_more_gpus_than_there_are_are_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     two = EngineSettings(tensor_parallel=2, device="cuda")
-    assert [str(device_of(two, rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
+    assert [str(sizing.find_device(two, rank)) for rank in range(2)] == ["cuda:0", "cuda:1"]
     for device, size, said in (
         ("cuda", 3, "3 GPUs are asked for, and this machine has 2: ask for fewer"),
         ("auto", 4, "4 GPUs are asked for, and this machine has 2: ask for fewer"),
         ("cuda:1", 2, "2 GPUs are asked for, and this machine has 1 from cuda:1 on: ask for"),
     ):
         with pytest.raises(SettingsError, match=said):
-            device_of(EngineSettings(tensor_parallel=size, device=device), 0)
+            sizing.find_device(EngineSettings(tensor_parallel=size, device=device), 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(SettingsError, match="this machine has none"):
-        device_of(EngineSettings(tensor_parallel=2), 0)
-    assert device_of(EngineSettings(tensor_parallel=2, device="cpu"), 1).type == "cpu"
+        sizing.find_device(EngineSettings(tensor_parallel=2), 0)
+    assert sizing.find_device(EngineSettings(tensor_parallel=2, device="cpu"), 1).type == "cpu"
 
 
 @pytest.mark.slow

@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engine_reference import add_requests, finish, make_engine, question, run, serve
+from tests.support.engine_reference import (
+    add_requests,
+    finish,
+    make_engine,
+    question,
+    run,
+    serve,
+    tokens,
+)
 from valora_kernels import lookup
 from valora_kernels.gpus import H200, gpu_of
 from valora_kernels.lookup import TilingTable, table_of
@@ -20,12 +28,12 @@ from valora_kernels.tiling import Case, Shape, Tiling
 from valora_kernels.tune import Tuner
 from valora_serve.engine import async_engine, profile
 from valora_serve.engine.async_engine import AsyncEngine
-from valora_serve.engine.sizing import machine_name
+from valora_serve.engine.sizing import machine_of
 from valora_serve.engine.tuning import Tuning, read_table
 from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.model.graphs import GraphRecorder
-from valora_serve.model.preparation import DECODE, KERNELS, MIXTURE, PROMPT, VISION, Preparation
+from valora_serve.model.work import DECODE, KERNELS, MIXTURE, PROMPT, VISION, Preparation
 from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.types import Mode
 
@@ -91,7 +99,7 @@ def test_what_a_step_misses_is_prepared_without_slowing_requests_down(monkeypatc
         runner.now += later
         warm.prepare_missed(runner)
         assert runner.prepared == prepared
-    assert (warm.left, str(warm)) == ([REST[2]], "4 of 5 graphs and kernels prepared")
+    assert ([*warm.left], str(warm)) == ([REST[2]], "4 of 5 graphs and kernels prepared")
     assert [warm.prepare_next(runner) for _ in range(2)] == [True, False]
     assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
 
@@ -101,7 +109,7 @@ def graphs(engine):
     return {
         Preparation(kind, size, terms): graph
         for kind, held in engine.runner._graphs.items()
-        for (size, terms), graph in held._graphs.items()
+        for (size, terms), graph in held.held.items()
     }
 
 
@@ -119,13 +127,13 @@ def prepared(engine, also=lambda: False):
     return engine
 
 
-def tokens(engine, asked):
-    return {name: got.tokens for name, got in run(engine, asked).items()}
+def answers(engine, asked):
+    return tokens(run(engine, asked))
 
 
 def test_larger_graphs_serve_until_smaller_ones_are_captured(base, adapters):
     asked = [question(f"{n}", ("a", None)[n % 2], tokens=3 + 5 * n) for n in range(3)]
-    expected = tokens(make_engine(base, {"a": adapters["a"]}, policy="slora"), asked)
+    expected = answers(make_engine(base, {"a": adapters["a"]}, policy="slora"), asked)
     engine = lazily(base, adapters)
     engine.warm_up()
     sizes = ((DECODE, (1, 4), (0, 1)), (PROMPT, (64, 128), (0, 1)), (VISION, (1, 4, 16), (0,)))
@@ -134,7 +142,7 @@ def test_larger_graphs_serve_until_smaller_ones_are_captured(base, adapters):
     missing = {Preparation(DECODE, 2, terms) for terms in (0, 1)}
     missing |= {Preparation(VISION, size, 0) for size in (2, 8)}
     assert set(engine.start_up.left) == missing
-    assert tokens(engine, asked) == expected
+    assert answers(engine, asked) == expected
     assert graphs(engine).keys() > first  # of what its steps have missed
     while engine.prepare_next():
         pass
@@ -142,7 +150,7 @@ def test_larger_graphs_serve_until_smaller_ones_are_captured(base, adapters):
     stats = engine.stats()
     assert stats.prepared == stats.preparations == 15
     assert {"memory", "attention", "adapters", "graphs"} <= stats.start_seconds.keys()
-    assert tokens(engine, asked) == expected
+    assert answers(engine, asked) == expected
 
 
 def test_graphs_that_are_there_serve_where_there_is_no_memory_for_mixtures(
@@ -164,9 +172,9 @@ def test_graphs_that_are_there_serve_where_there_is_no_memory_for_mixtures(
     assert {one.terms for one in graphs(engine)} == {0, 1}
     assert any(one.terms == MIXTURE for one in tried) and len(set(tried)) == len(tried)
     for held in engine.runner._graphs.values():
-        for (size, terms), graph in held._graphs.items():
+        for (size, terms), graph in held.held.items():
             assert held._best(size, terms) is graph
-        assert not held.missed and not held.missing(MIXTURE)
+    assert not engine.start_up.left and engine.runner.missed() is None
     assert engine.stats().prepared == engine.stats().preparations
 
 
@@ -206,7 +214,7 @@ def test_costs_are_measured_once(base, adapters, tmp_path, quick):
     finish(engine)
     profile.ensure_costs(engine)
     assert engine.cost.measured and engine.policy is not before
-    assert load_or_estimate(tmp_path, machine_name(engine.device), base).measured
+    assert load_or_estimate(tmp_path, machine_of(engine.settings, engine.device), base).measured
     stats, measured = engine.stats(), engine.cost
     assert (stats.switches, stats.merged_adapter, stats.pages_kv) == (0, None, 0)
     profile.ensure_costs(engine)
@@ -326,13 +334,13 @@ def test_steps_choose_from_what_was_measured(tunable, tmp_path):
     file = tmp_path / "tilings" / "cpu.json"
     engine = tunable(file)
     assert not engine.tune()  # before the start
-    expected = tokens(prepared(engine), asked)
+    expected = answers(prepared(engine), asked)
     before, tuning, progress = graphs(engine), engine.tuning, []
     while engine.tune():
         progress.append(tuning.progress)
         if len(progress) % 5 == 0:  # a request comes in between
             tuning.tuner.pause()
-            assert tokens(engine, asked) == expected
+            assert answers(engine, asked) == expected
     assert progress == sorted(progress)
     stats = engine.stats()
     assert tuning.progress == (stats.tilings_measured, stats.tilings_wanted) == (8, 8)
@@ -345,7 +353,7 @@ def test_steps_choose_from_what_was_measured(tunable, tmp_path):
     assert renewed == {key for key in before if key.terms}  # those with LoRA terms
     assert not engine.cost.measured
     assert tuning.adopted == 1
-    assert tokens(engine, asked) == expected
+    assert answers(engine, asked) == expected
     again = prepared(tunable(file))
     assert not again.tune() and again.tuning.progress == (8, 8)
 

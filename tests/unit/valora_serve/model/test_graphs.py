@@ -1,8 +1,9 @@
 """Which steps replay a graph, on a CPU, where functions stand for CUDA graphs."""
 
-from tests.support.engine_reference import make_engine, run
+from tests.support.engine_reference import make_engine, run, tokens
 from valora_serve.model import graphs
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.work import CROWDED, Preparation
 from valora_serve.types import Request, SamplingParams
 
 
@@ -11,7 +12,7 @@ def test_steps_whose_page_tables_are_too_long_run_without_a_graph(random_llava, 
     sampling = SamplingParams(max_tokens=4, ignore_eos=True)
     asked = [Request(str(n), token_ids=[*shared, 50 + n], sampling=sampling) for n in range(6)]
     plain = make_engine(str(random_llava), policy="slora")
-    expected = {name: got.tokens for name, got in run(plain, asked).items()}
+    expected = tokens(run(plain, asked))
     plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
     monkeypatch.setattr(TorchBackend, "decode_plan", plan)
     monkeypatch.setattr(TorchMixedPlan, "max_pages", 12)
@@ -27,7 +28,7 @@ def test_steps_whose_page_tables_are_too_long_run_without_a_graph(random_llava, 
         str(random_llava), policy="slora", prompt_graphs=True, max_tokens=128, max_requests=8
     )
     engine.warm_up()
-    assert {name: got.tokens for name, got in run(engine, asked, together=6).items()} == expected
+    assert tokens(run(engine, asked, together=6)) == expected
     assert told == {(True, True), (False, False)}
 
 
@@ -75,16 +76,16 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(random_lla
             step()
     while engine.busy:
         step()
-    assert found == {name: got.tokens for name, got in expected.items()}
+    assert found == tokens(expected)
     prompts = [(kind, decoding) for kind, decoding in plans if decoding >= 2]
     assert ("mixed", 2) in prompts
     assert {("crowded", 3), ("crowded", 5)} <= set(prompts)
     assert all((kind == "crowded") == (decoding >= 3) for kind, decoding in prompts)
     # A much larger graph that is captured first does not take steps from one that fits.
     largest = engine.runner._crowded_graphs
-    for size, terms in largest.captured():
+    for size, terms in [*largest.held]:
         if size < 128:
-            del largest._graphs[size, terms]
+            del largest.held[size, terms]
     plans.clear()
     small = [Request(f"small {n}", token_ids=[9 + n] * 5, sampling=sampling) for n in range(5)]
     for request in small:
@@ -95,8 +96,9 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(random_lla
     assert ("mixed", 4) in plans and {kind for kind, _ in plans} == {"mixed"}
     # Steps in which few rows decode do not ask for a graph for crowds.
     largest.forget()
+    engine.start_up.left |= {Preparation(CROWDED, size, 0): None for size in largest.sizes}
     for number, request in enumerate(small[:4]):
         again = Request(f"again {number}", token_ids=request.token_ids, sampling=sampling)
         engine.add(engine.prepare(again))
         step()
-        assert bool(largest.missed) == (number >= 3)
+        assert bool(engine.runner._resources.missed) == (number >= 3)

@@ -8,7 +8,7 @@ from valora_serve.parallel.group import LIMIT, Group, PeerMemory, signal_all
 
 @pytest.fixture
 def memory():
-    return PeerMemory("group", 1, 3, {torch.float32: torch.zeros(LIMIT // 4)})
+    return PeerMemory("group", {torch.float32: torch.zeros(LIMIT // 4)})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from tests.support.engine_reference import make_engine, question, run
+from tests.support.engine_reference import make_engine, question, run, tokens
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import make_adapter
 from valora_serve.engine.async_engine import AsyncEngine
@@ -89,7 +89,6 @@ def started(base, adapter, **options):
 
 def ended(engine):
     compiling = engine.runner._compiling
-    assert compiling is not None
     compiling.wait(LONG)
     assert not compiling.running
 
@@ -97,11 +96,11 @@ def ended(engine):
 def test_requests_are_answered_before_and_after_another_backend_takes_over(base, adapter, compiler):
     asked = [question(f"{n}", ("a", None)[n % 2], tokens=3 + 5 * n) for n in range(3)]
     plain = make_engine(base, {"a": adapter}, policy="slora")
-    expected = {name: got.tokens for name, got in run(plain, asked).items()}
+    expected = tokens(run(plain, asked))
     compiler.attended.clear()
 
     def answers():
-        return {name: got.tokens for name, got in run(engine, asked).items()}
+        return tokens(run(engine, asked))
 
     engine = started(base, adapter)
     runner = engine.runner
@@ -127,8 +126,8 @@ def test_requests_are_answered_before_and_after_another_backend_takes_over(base,
     compiler.attended.clear()
     assert answers() == expected
     assert set(compiler.attended) == {own}
-    assert not any(graphs._stale for graphs in (runner._decode_graphs, runner._prompt_graphs))
-    assert runner._crowded_graphs.captured()
+    assert not any(graphs.stale for graphs in (runner._decode_graphs, runner._prompt_graphs))
+    assert runner._crowded_graphs.held
     stats = engine.stats()
     assert stats.preparations == stats.prepared
 

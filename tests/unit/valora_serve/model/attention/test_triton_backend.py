@@ -5,7 +5,7 @@ import torch
 
 from tests.support.attention_cases import Case
 from tests.support.cases import others_slow
-from tests.support.engine_reference import make_engine, run
+from tests.support.engine_reference import make_engine, run, tokens
 from tests.support.lora_cases import DEVICE
 from valora_serve.model.attention.triton_backend import Tiling, TritonBackend
 from valora_serve.types import Request, SamplingParams
@@ -95,7 +95,7 @@ def test_an_engine_answers_alike(random_llava):
     for options in ({"attention": "torch"}, {"attention": "triton", "prompt_graphs": True}):
         engine = make_engine(str(random_llava), chunk=24, max_tokens=64, policy="slora", **options)
         engine.warm_up()
-        answers.append({name: got.tokens for name, got in run(engine, asked, together=2).items()})
+        answers.append(tokens(run(engine, asked, together=2)))
         engine.close()
     assert answers[0] == answers[1]
     assert all(map(len, answers[0].values()))

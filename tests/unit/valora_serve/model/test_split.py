@@ -8,7 +8,7 @@ from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract.base_model import load_model
 from valora_data.contract.quantized import NF4, is_installed, unpack
 from valora_serve.errors import SettingsError
-from valora_serve.model.split_model import SplitReader, check_split
+from valora_serve.model.split import SplitReader, check_split
 from valora_serve.parallel.group import Group
 from valora_serve.parallel.partition import partition
 
@@ -34,7 +34,6 @@ def check(base, whole, size, quantize):
     seen = {}
     for rank in range(size):
         model, reader = read(base, rank, size, quantize)
-        assert reader.targets is not None
         for name, weight in model.named_parameters():
             part = reader.slices.get(name.rpartition(".")[0])
             want = whole[name]

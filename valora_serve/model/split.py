@@ -1,15 +1,17 @@
-"""Reads a process's part of a base model: no process ever holds the whole.
+"""A rank's part of a base model: how it is read, and how its layers compute (S-LoRA §6).
 
 transformers builds the model without memory. Before it reads the weights, the decoder's linear
-layers and the safetensors' matrices are cut to this process's parts. The output layer is split by
-the vocabulary unless it shares its weights with the embeddings; all else is replicated.
+layers and the safetensors' matrices are cut to this process's parts, so that none ever holds the
+whole. Column layers (q, k, v, gate, up) are split by their outputs, row layers (o, down) by their
+inputs, and one all-reduce sums the outputs of a row layer with its LoRA terms. The output layer is
+split by the vocabulary; all else is replicated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +21,24 @@ from valora_data.contract import quantized
 from valora_data.contract.base_model import base_folder
 from valora_data.models.base import ModelPart
 from valora_data.models.registry import architecture_of, empty_model, family_of
+from valora_kernels import two_steps
+from valora_kernels.weights import LoraWeights
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
+from valora_serve.model.linears import LinearGroup, LoraScope
 from valora_serve.parallel.group import Group
-from valora_serve.parallel.partition import Slice, partition
+from valora_serve.parallel.partition import (
+    ALIGNMENT,
+    REPLICATE_A,
+    SLORA,
+    Share,
+    Slice,
+    partition,
+)
+
+if TYPE_CHECKING:
+    from valora_kernels.metadata import LoraBatch
+    from valora_serve.memory.unified import GroupSpec
 
 HEAD = "lm_head"  # path of the output layer
 
@@ -34,6 +50,7 @@ class SplitReader:
     base: str
     group: Group
     quantize: str | None = None
+    lora: str = REPLICATE_A  # how LoRA matrices are split
     slices: dict[str, Slice] = field(default_factory=dict)  # of the decoder's linears, by path
     targets: ModelTargets | None = None  # those of adapters, with the sizes of the whole model
 
@@ -75,6 +92,7 @@ class SplitReader:
         }  # fmt: skip
         text = model.config.get_text_config()
         heads = int(text.num_attention_heads)
+        kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
         for name, weight in model.named_parameters():
             owner = name.rpartition(".")[0]
@@ -87,22 +105,17 @@ class SplitReader:
                     f"tensor_parallel: {name} of base model {self.base} cannot be split: serve it "
                     "on one GPU"
                 )
+        shapes = {path: (one.out_features, one.in_features) for path, one in linears.items()}
         self.slices = partition(
-            {path: (one.out_features, one.in_features) for path, one in linears.items()},
-            heads=heads,
-            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-            head_dim=head_dim,
-            rank=self.group.rank,
-            size=self.group.size,
-            base=self.base,
-            names=architecture.linears,
-        )
+            shapes, heads, kv_heads, head_dim, self.group.rank, self.group.size, self.base,
+            architecture.linears,
+        )  # fmt: skip
         if not getattr(model.config, "tie_word_embeddings", False):
             linears[HEAD] = model.get_submodule(HEAD)
             self.slices[HEAD] = _vocabulary_slice(len(linears[HEAD].weight), self.group)
         for path, part in self.slices.items():
             for name, weight in list(linears[path].named_parameters(recurse=False)):
-                cut = nn.Parameter(_part_of(weight, part, weight.ndim).clone(), False)
+                cut = nn.Parameter(part.of(weight, weight.ndim).clone(), False)
                 setattr(linears[path], name, cut)
 
     def open(
@@ -116,12 +129,12 @@ class SplitReader:
         kinds = (loading.WeightRenaming, loading.WeightConverter)
         mapping: Any = [[one for one in known if isinstance(one, kind)] for kind in kinds]
         mapping += model.base_model_prefix, model.state_dict()
-        device = self.group.device
         if self.quantize is not None:
-            quantized.check_library(device.type)
+            quantized.check_library(self.group.device.type)
 
         def rounded(values: Tensor) -> Tensor:
-            return quantized.rounded_matrix(values.to(device=device, dtype=dtype)).to(dtype)
+            values = values.to(device=self.group.device, dtype=dtype)
+            return quantized.rounded_matrix(values).to(dtype)
 
         found: dict[str, Any] = {}
         for file in files or ():
@@ -142,6 +155,17 @@ class SplitReader:
                 found[name] = _Part(found[name], part, rounded if rounds else None)
         return found
 
+    def make(self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) -> LinearGroup:
+        """Make a group of linear layers; weights at the paths of `slices` are the rank's parts."""
+        if spec.name not in self.slices:
+            return LinearGroup(spec, linears, scope)
+        own = tuple(self.slices[module] for module in spec.modules)
+        # By the other side, by which the base weights are not split.
+        width = spec.out_features[0] if own[0].row else spec.in_features
+        exchanges = self.lora == SLORA and not width % (self.group.size * ALIGNMENT)
+        share = Share(self.group.rank, self.group.size, own, exchanges)
+        return SplitGroup(self.group, share, spec, linears, scope)
+
 
 def check_split(base: str, size: int) -> None:
     """Check that a base model can be split, before processes are started."""
@@ -160,9 +184,7 @@ def check_split(base: str, size: int) -> None:
 class _Part:
     """A weight in a file, of which this rank reads a part; indexed once, with ``...``."""
 
-    def __init__(
-        self, values: Any, part: Slice, rounded: Callable[[Tensor], Tensor] | None
-    ) -> None:
+    def __init__(self, values: Any, part: Slice, rounded: Callable[..., Tensor] | None) -> None:
         self._values, self._part, self._rounded = values, part, rounded
         self.get_shape, self.get_dtype = values.get_shape, values.get_dtype
 
@@ -170,7 +192,8 @@ class _Part:
         assert index is Ellipsis
         # Blocks of a matrix are rounded together.
         values = self._values if self._rounded is None else self._rounded(self._values[...])
-        return _part_of(values, self._part, len(self.get_shape())).contiguous()
+        found: Tensor = self._part.of(values, len(self.get_shape()))
+        return found.contiguous()
 
 
 class SplitHead(nn.Module):
@@ -180,12 +203,11 @@ class SplitHead(nn.Module):
         super().__init__()
         self.out_features = head.out_features
         self._group, self._each = group, -(-head.out_features // group.size)
-        own = slice(None)
-        if len(head.weight) == head.out_features:  # it is shared with the embeddings
+        part = Slice(False, 0, len(head.weight))  # the rank's own, as it was read
+        if part.stop == head.out_features:  # it is shared with the embeddings
             part = _vocabulary_slice(head.out_features, group)
-            own = slice(part.start, part.stop)
-        self._weight = head.weight.detach()[own]
-        self._bias = None if head.bias is None else head.bias.detach()[own]
+        self._weight = part.of(head.weight.detach())
+        self._bias = None if head.bias is None else part.of(head.bias.detach())
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[…, width] → […, vocabulary], the same in all ranks."""
@@ -201,11 +223,59 @@ def _vocabulary_slice(vocabulary: int, group: Group) -> Slice:
     return Slice(False, *(min(each * n, vocabulary) for n in (group.rank, group.rank + 1)))
 
 
-def _part_of(values: Any, part: Slice, ndim: int = 2) -> Tensor:
-    """A part of a weight or bias, which is whole where the inputs are split."""
-    if part.row and ndim == 1:
-        found: Tensor = values[...]
-        return found
-    own = slice(part.start, part.stop)
-    found = values[:, own] if part.row else values[own]
-    return found
+class SplitGroup(LinearGroup):
+    """A part of linear layers that share their input; the weights of `linears` are the part."""
+
+    def __init__(self, group: Group, share: Share, spec: GroupSpec, *linears: Any) -> None:
+        super().__init__(replace(spec, share=share), *linears)
+        self.share, self._group = share, group
+        self._gathered: Tensor | None = None  # A or B of an adapter that is merged, of all ranks
+        if share.row and self.bias is not None and group.rank:
+            self.bias = torch.zeros_like(self.bias)  # it enters the sum once
+
+    def _compute(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        batch = self._scope.batch(self.spec.part, len(flat))
+        if batch is not None and self.lora is not None and self.share.exchanges:
+            y = self._with_exchange(flat, self.lora, batch).view(*x.shape[:-1], -1)
+        else:
+            y = super()._compute(x)
+        if self.share.row:
+            self._group.all_reduce(y)
+        return y
+
+    def _with_exchange(self, x: Tensor, lora: LoraWeights, batch: LoraBatch) -> Tensor:
+        """x·Wᵀ + bias + LoRA of this rank's part, with x·Aᵀ summed: [rows, outputs]."""
+        own = x if self.share.row else x[:, self.share.part(0, x.shape[1], inputs=True)]
+        shrunk = two_steps.shrink(own, lora, batch)
+        wait = self._group.start_all_reduce(shrunk.h)
+        y = self._base(x)
+        wait()
+        ys: Sequence[Tensor] = y.split(self.spec.out_features, dim=1)
+        if self.share.row:
+            ys = [y[:, self.share.part(0, y.shape[1], inputs=False)]]
+        two_steps.expand(ys, shrunk, lora, batch)
+        return y
+
+    def lora_to_merge(self) -> LoraWeights:
+        """LoRA weights whose A or B, of which each rank holds a part, is that of all ranks."""
+        lora = super().lora_to_merge()
+        if not self.share.exchanges:
+            return lora
+        inputs, outputs = self.spec.in_features, self.spec.out_features
+        count = len(outputs)
+        width = outputs[0] if self.share.row else inputs
+        self._gathered = whole = lora.a.new_zeros((count, lora.max_rank, width))
+        rows = width * torch.arange(count * lora.max_rank, device=whole.device)
+        table = rows.view(count, 1, -1).repeat(1, lora.slots, 1)  # the same in every slot
+        part = "b" if self.share.row else "a"
+        own: dict[str, Any] = {part: whole, f"{part}_table": table}
+        return replace(lora, in_features=inputs, out_features=outputs, **own)
+
+    def gather(self, slot: int, rank: int) -> None:
+        """Gather what `lora_to_merge` holds of the adapter in a slot."""
+        if self._gathered is not None and self.lora is not None:
+            count = len(self._gathered)
+            own = [self.lora.rows_of(p, slot, rank)[self.share.row] for p in range(count)]
+            parts = tuple(self._group.gather(torch.stack(own)))
+            self._gathered[:, :rank] = torch.cat(parts, dim=-1)

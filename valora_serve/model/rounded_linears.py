@@ -1,21 +1,24 @@
-"""Linear layers of a base model whose weights and activations have 8 bits (FP8, E4M3).
+"""Linear layers of a base model whose weights are rounded: into them no adapter is ever merged.
 
-Weights are rounded once, with a scale for each output; activations in every step, with a scale for
-each row. LoRA terms see unrounded activations. Adapters are never merged, as sums would be rounded.
+FP8 (E4M3) rounds weights once, with a scale for each output, and activations in every step, with a
+scale for each row; LoRA terms see unrounded activations. NF4, through bitsandbytes, keeps the
+numbers that adapters are trained on with ``model.quantize=nf4``, in 4.5 bits a weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from math import prod
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from valora_data.contract.quantized import BLOCK, PackedMatrix, rounded_matrix, shape_of
 from valora_serve.errors import SettingsError
 from valora_serve.memory.unified import GroupSpec
-from valora_serve.model.linears import LinearGroup, LoraScope
+from valora_serve.model.linears import LinearGroup, LoraScope, MakeGroup
 
 FP8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FP8).max
@@ -86,3 +89,44 @@ def make_fp8(spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) ->
     sizes = (spec.in_features, *spec.out_features)
     fits = spec.part == "text" and all(size % ALIGNMENT == 0 for size in sizes)
     return (Fp8Group if fits else LinearGroup)(spec, linears, scope)
+
+
+class Nf4Group(LinearGroup):
+    """Linear layers that share their input, with one [bytes, 1] of packed weights."""
+
+    rounded: ClassVar[bool] = True
+
+    def __init__(
+        self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, dtype: torch.dtype
+    ) -> None:
+        self._dtype = dtype
+        super().__init__(spec, linears, scope)
+
+    def _stack(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+        self._packed = PackedMatrix([linear.weight for linear in linears], self._dtype)
+        for linear in linears:
+            linear.weight = None  # type: ignore[assignment]  # frees it
+        return (self._packed.packed,)
+
+    def matrix(self, index: int) -> Tensor:
+        """Weight of the layer at `index` after rounding: [outputs, inputs]."""
+        return self._packed.matrix()[self._columns[index]]
+
+    def _base(self, x: Tensor) -> Tensor:
+        return self._packed.multiply(x, self.bias)
+
+
+def make_nf4(dtype: torch.dtype) -> MakeGroup:
+    """Return what makes groups: of the language model with packed weights; others keep theirs."""
+
+    def make(spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) -> LinearGroup:
+        if spec.part != "text":
+            return LinearGroup(spec, linears, scope)
+        if all(prod(shape_of(linear.weight)) % BLOCK == 0 for linear in linears):
+            return Nf4Group(spec, linears, scope, dtype)
+        for linear in linears:  # blocks do not fill the matrices
+            numbers = rounded_matrix(linear.weight).to(dtype)
+            linear.weight = nn.Parameter(numbers, requires_grad=False)
+        return LinearGroup(spec, linears, scope)
+
+    return make

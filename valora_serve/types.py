@@ -411,6 +411,10 @@ class EngineClient(Protocol):
         """Id of the base model."""
 
     @property
+    def dtype(self) -> str:
+        """Data type that the base model computes in, as ``bfloat16``."""
+
+    @property
     def context_length(self) -> int:
         """Longest prompt and answer together, in tokens."""
 

@@ -83,7 +83,7 @@ class FakeEngine:
         self.closed = False
         self.refuse = None
         self.base = "tiny"
-        self.context_length = 2048
+        self.context_length, self.dtype = 2048, "float32"
 
     @property
     def tokenizer(self):

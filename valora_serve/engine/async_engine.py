@@ -72,6 +72,7 @@ class AsyncEngine:
             engine.tuning.tuner.compiler.on_news = self._wake.set
         engine.runner.on_compiled = self._wake.set
         self.base, self.context_length = engine.lmm.base, engine.context_length
+        self.dtype = str(engine.lmm.dtype).removeprefix("torch.")
         # For the event loop's thread; the engine's thread has a copy of its own.
         self.tokenizer: Any = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

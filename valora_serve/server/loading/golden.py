@@ -153,7 +153,7 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: Examp
     same = head is None and text_matches(text, expected)
     if head is not None:
         found = head.golden()
-        with computed_in(example.dtype):
+        with computed_in(engine.dtype if example.dtype == "float32" else example.dtype):
             same = head.matches(found, expected, threshold)
     if not same:
         raise AdapterError(

@@ -27,8 +27,10 @@ BOX = {"label": "person", "confidence": 0.9, "box": [0.0, 0.0, 20.0, 10.0]}
 SECOND = {"label": "person", "confidence": 0.4, "box": [10.0, 5.0, 40.0, 20.0]}
 
 
-def replay(folder):
-    return asyncio.run(golden.replay(FakeEngine(), folder))
+def replay(folder, dtype="float32"):
+    engine = FakeEngine()
+    engine.dtype = dtype
+    return asyncio.run(golden.replay(engine, folder))
 
 
 @pytest.mark.parametrize(
@@ -49,6 +51,14 @@ def test_golden_boxes(tmp_path, expected, threshold, same):
     if same:
         assert replay(folder) == 1
         return
+    with pytest.raises(AdapterError, match="differently"):
+        replay(folder)
+
+
+def test_what_another_type_rounds_is_allowed(tmp_path):
+    near = BOX | {"confidence": 0.88, "box": [1.2, 0.0, 20.0, 10.0]}
+    folder = golden_bundle(tmp_path / "b", [near])
+    assert replay(folder, "bfloat16") == 1
     with pytest.raises(AdapterError, match="differently"):
         replay(folder)
 

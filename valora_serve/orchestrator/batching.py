@@ -57,8 +57,9 @@ class BatchPlan:
 class BatchBuilder:
     """A batch that is filled by a plan within the limits of a view.
 
-    Adapters of the waiting requests in `queue` are prefetched in its order, after those of urgent
-    ones. Requests that arrived before the time `starved` may not be overtaken.
+    Adapters of urgent requests are prefetched first, then in the order of the plan, then of the
+    waiting ones in `queue`, which a plan may leave out. Requests that arrived before the time
+    `starved` may not be overtaken.
     """
 
     def __init__(
@@ -334,11 +335,14 @@ class BatchBuilder:
         return request.adapter is None or request.adapter in self.view.resident
 
     def _add_prefetches(self) -> None:
-        """Prefetch the adapters of waiting requests in their order, as far as pages are left."""
+        """Prefetch adapters in the plan's order, then in the queue's, as far as pages are left."""
         view = self.view
         seen = self._pinned | self.adapters | set(self.prefetch)
         pages = self.pages
-        for request in islice(chain(self.plan.urgent, self.queue), LOOK_AHEAD):
+        plan = self.plan
+        # A plan of adapters that are all on the device says nothing about what to load.
+        planned = () if all(map(self._is_ready, plan.waiting)) else plan.waiting
+        for request in islice(chain(plan.urgent, planned, self.queue), LOOK_AHEAD):
             adapter = request.adapter
             if adapter in seen:
                 continue

@@ -30,8 +30,8 @@ from yarl import URL
 from valora_data.errors import ValoraError
 from valora_serve.errors import CancelledRequestError, StoppedError
 from valora_serve.replicas.board import Report
-from valora_serve.routing.base import RecentAdapters, ReplicaState
-from valora_serve.routing.routers import make_router
+from valora_serve.routing.base import ReplicaState, note_sent
+from valora_serve.routing.routers import ROUTERS
 from valora_serve.server.access.keys import KeyRing
 from valora_serve.server.access.rules import Rules
 from valora_serve.server.app import make_server
@@ -59,7 +59,7 @@ _HOP = {
 """Headers that are not passed on: those of one connection, and ours."""
 _OWN = {b"date", FACTS}  # of answers, which uvicorn writes itself, or which are ours
 _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-_NAMED = re.compile(rb'"(?:model|domains)"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")')
+_NAMED = re.compile(rb'"(model|domains)"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")')
 _VISION = re.compile(r"/v1/vision/([^/]+)")
 
 
@@ -76,13 +76,13 @@ class Front:
         held = max(settings.max_body_bytes, settings.max_held_bytes // fronts)
         self._settings = dataclasses.replace(settings, max_held_bytes=held)
         self._bodies, self._keys = Bodies(self._settings), KeyRing(settings)
-        self._router = make_router(replicas.router, replicas.router_settings)
+        self._router = ROUTERS[replicas.router](replicas.router_settings)
         self._replicas: dict[str, Report] = {}
         self._lost: dict[str, float] = {}  # when replicas were found not to listen
         self._sent: Counter[str] = Counter()  # requests under way, by replica
         self._before: Counter[str] = Counter()  # the same at the last update
-        self._recent: defaultdict[str, RecentAdapters] = defaultdict(lambda: RecentAdapters(slots))
-        self.loop: asyncio.AbstractEventLoop | None = None
+        self._recent: defaultdict[str, dict[str, None]] = defaultdict(dict)
+        self._slots = slots  # adapters of a replica's device, and so of `_recent`
 
     def update(self, replicas: Sequence[Report]) -> None:
         """Take what the board knows now."""
@@ -120,17 +120,15 @@ class Front:
         logs.access(log | {"seconds": round(time.perf_counter() - began, 4)})
 
     async def _live(self, receive: Receive, send: Send) -> None:
-        self.loop = asyncio.get_running_loop()
         async with aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
             auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
         ) as self._client:  # fmt: skip
-            await receive()
-            await send({"type": "lifespan.startup.complete"})
-            await receive()
-        await send({"type": "lifespan.shutdown.complete"})
+            for name in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{name}.complete"})
 
     async def _handle(self, request: Request, send: Send, log: dict[str, Any]) -> None:
         length = request.headers.get("content-length", "0")
@@ -172,10 +170,9 @@ class Front:
             name, stats = one.replica, one.stats
             since_then = self._sent[name] - self._before[name]
             load = max(0, stats.running + stats.waiting + since_then)
-            recent = self._recent[name].names
-            states.append(ReplicaState(name, load, stats.adapters_resident, recent))
+            states.append(ReplicaState(name, load, stats.adapters_resident, self._recent[name]))
         best = self._router.rank(adapter, states)[0]
-        self._recent[best].add(adapter)
+        note_sent(self._recent[best], adapter, self._slots)
         return self._replicas[best]
 
     def _ask(self, one: Report, request: Request, body: bytes = b"") -> Any:
@@ -255,15 +252,14 @@ def named(request: Request, body: bytes) -> str | None:
         return given
     if (found := _VISION.search(request.scope["path"])) is not None:
         return found[1]
-    if body[:1] != b"{" and body.lstrip()[:1] != b"{":
-        return None
-    for key in (b'"model"', b'"domains"'):
-        start = -1
-        while (start := body.find(key, start + 1)) >= 0:
-            if body[start - 1 : start] != b"\\" and (value := _NAMED.match(body, start)):
-                with contextlib.suppress(ValueError):
-                    return cast("str", json.loads(value[1]))
-                return None
+    values: dict[bytes, bytes] = {}
+    for one in _NAMED.finditer(body) if body[:64].lstrip()[:1] == b"{" else ():
+        if body[one.start() - 1 : one.start()] != b"\\":
+            values.setdefault(one[1], one[2])
+            if one[1] == b"model":
+                break
+    with contextlib.suppress(ValueError):
+        return cast("str", json.loads(values.get(b"model", values.get(b"domains", b"null"))))
     return None
 
 
@@ -295,17 +291,15 @@ def main() -> None:
     front.update(pickle.load(source))
     server = make_server(cast("Any", front), settings)
 
-    def follow() -> None:
+    def follow(loop: asyncio.AbstractEventLoop) -> None:
         try:
             while True:
-                news = pickle.load(source)
-                if front.loop is not None:
-                    front.loop.call_soon_threadsafe(front.update, news)
+                loop.call_soon_threadsafe(front.update, pickle.load(source))
         except (EOFError, OSError):  # the server has ended
             server.should_exit = True
 
     async def serve() -> None:
-        threading.Thread(target=follow, daemon=True).start()
+        threading.Thread(target=follow, args=[asyncio.get_running_loop()], daemon=True).start()
         serving = asyncio.create_task(server.serve([socket.socket(fileno=n) for n in descriptors]))
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -19,7 +18,7 @@ class ReplicaState:
     id: str  # the same in every process that routes
     load: float  # requests that are sent to it and not answered yet
     resident: Collection[str] = frozenset()  # adapters on its device
-    recent: Collection[str] = frozenset()  # adapters of the last requests, see `RecentAdapters`
+    recent: Collection[str] = frozenset()  # adapters of the last requests, see `note_sent`
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +72,10 @@ class Router(ABC):
         """Order the replicas, sorted by id, for an adapter (None: the base model)."""
 
 
-class RecentAdapters:
-    """The adapters of the last requests to a replica, at most `most`, as it reports seldom."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._adapters: OrderedDict[str, None] = OrderedDict()
-
-    def add(self, adapter: str | None) -> None:
-        """Note that a request was sent; None stands for the base model."""
-        if adapter is not None:
-            self._adapters[adapter] = None
-            self._adapters.move_to_end(adapter)
-            if len(self._adapters) > self._most:
-                self._adapters.popitem(last=False)
-
-    @property
-    def names(self) -> Collection[str]:
-        """Adapters that are remembered; a view that changes with them."""
-        return self._adapters.keys()
+def note_sent(recent: dict[str, None], adapter: str | None, most: int) -> None:
+    """Keep the adapters of the last requests to a replica, at most `most`: it reports seldom."""
+    if adapter is not None:
+        recent.pop(adapter, None)
+        recent[adapter] = None
+        if len(recent) > most:
+            del recent[next(iter(recent))]

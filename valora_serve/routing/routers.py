@@ -15,7 +15,7 @@ from hashlib import blake2b
 
 from valora_data.registry import Registry
 from valora_serve.errors import SettingsError
-from valora_serve.routing.base import ReplicaState, Router, RouterSettings
+from valora_serve.routing.base import ReplicaState, Router
 
 
 class RandomRouter(Router):
@@ -78,11 +78,6 @@ ROUTERS: Registry[type[Router]] = Registry(
     {name: f"{__name__}:{name.title()}Router" for name in ("affinity", "random", "least")},
     SettingsError,
 )
-
-
-def make_router(name: str, settings: RouterSettings | None = None) -> Router:
-    """Create a router by name; raises SettingsError if there is none."""
-    return ROUTERS[name](settings)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valora_serve.errors import SettingsError
-from valora_serve.routing.base import RecentAdapters, ReplicaState, Router
+from valora_serve.routing.base import ReplicaState, Router, note_sent
 from valora_serve.workloads.simulator import Machine, Report, SimSettings, report
 from valora_serve.workloads.traces import BASE, Workload
 
@@ -29,7 +29,7 @@ class Dispatch:
 
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._recent: list[RecentAdapters] = []
+        self._recent: list[dict[str, None]] = []
         self._resident: list[frozenset[str]] = []
         self._next_report = -math.inf
 
@@ -43,14 +43,14 @@ class Dispatch:
         if time >= self._next_report:
             self._next_report = time + REPORT_SECONDS
             self._resident = [frozenset(m.adapters.resident) for m in machines]
-        self._recent = self._recent or [RecentAdapters(m.settings.slots) for m in machines]
+        self._recent = self._recent or [{} for _ in machines]
         seen = enumerate(zip(machines, self._resident, self._recent, strict=True))
         states = [
-            ReplicaState(f"replica-{n}", machine.outstanding(time), resident, recent.names)
+            ReplicaState(f"replica-{n}", machine.outstanding(time), resident, recent)
             for n, (machine, resident, recent) in seen
         ]
         chosen = int(self._router.rank(adapter, states)[0].removeprefix("replica-"))
-        self._recent[chosen].add(adapter)
+        note_sent(self._recent[chosen], adapter, machines[chosen].settings.slots)
         return chosen
 
 

@@ -3,15 +3,14 @@
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.random_tests import examples
-from valora_serve.routing.base import RecentAdapters, ReplicaState, RouterSettings
-from valora_serve.routing.routers import ROUTERS, make_router
+from valora_serve.routing.base import ReplicaState, RouterSettings, note_sent
+from valora_serve.routing.routers import ROUTERS
 
 ADAPTERS = [f"adapter-{i}" for i in range(30)]
 names = st.sampled_from(ADAPTERS)
@@ -39,17 +38,17 @@ routers = pytest.mark.parametrize("name", ROUTERS)
 @given(fleet=fleets, adapter=st.none() | names, settings=settings, data=st.data())
 @examples(100)
 def test_every_replica_is_ranked_once(name, fleet, adapter, settings, data):
-    ranked = make_router(name, settings).rank(adapter, fleet)
+    ranked = ROUTERS[name](settings).rank(adapter, fleet)
     assert sorted(ranked) == sorted(r.id for r in fleet)
     # The same seed and states: the same answer, in whatever order the replicas are listed.
     shuffled = data.draw(st.permutations(fleet))
-    assert make_router(name, settings).rank(adapter, shuffled) == ranked
+    assert ROUTERS[name](settings).rank(adapter, shuffled) == ranked
 
 
 @given(fleet=fleets, adapter=names, settings=settings)
 @examples(100)
 def test_the_bound_holds(fleet, adapter, settings):
-    ranked = make_router("affinity", settings).rank(adapter, fleet)
+    ranked = ROUTERS["affinity"](settings).rank(adapter, fleet)
     load = {r.id: r.load for r in fleet}
     if ranked:
         mean = (sum(load.values()) + 1) / len(load)
@@ -66,7 +65,7 @@ def test_the_bound_holds(fleet, adapter, settings):
 )
 @examples(100)
 def test_loads_stay_bounded_when_nothing_is_answered(requests, replicas, bound):
-    router = make_router("affinity", RouterSettings(bound=bound, slack=0, choices=replicas))
+    router = ROUTERS["affinity"](RouterSettings(bound=bound, slack=0, choices=replicas))
     load = Counter({f"r{i}": 0 for i in range(replicas)})
     for sent, adapter in enumerate(requests):
         chosen = router.rank(adapter, [ReplicaState(key, n) for key, n in load.items()])[0]
@@ -78,7 +77,7 @@ def test_loads_stay_bounded_when_nothing_is_answered(requests, replicas, bound):
 @given(fleet=fleets, adapter=names)
 @examples(80)
 def test_affinity_prefers_replicas_that_hold_the_adapter(fleet, adapter):
-    ranked = make_router("affinity").rank(adapter, fleet)
+    ranked = ROUTERS["affinity"]().rank(adapter, fleet)
     by = {r.id: r for r in fleet}
     loads = [r.load for r in fleet]
     mean = (sum(loads) + 1) / max(1, len(loads))
@@ -93,18 +92,18 @@ def test_affinity_prefers_replicas_that_hold_the_adapter(fleet, adapter):
 
 def test_an_adapter_that_is_nowhere_goes_to_the_less_loaded_of_two():
     names = ["a", "b", "c", "d"]
-    idle = make_router("affinity").rank("x", [ReplicaState(name, 0) for name in names])
+    idle = ROUTERS["affinity"]().rank("x", [ReplicaState(name, 0) for name in names])
     for loads in ([3, 1, 0, 0], [1, 3, 0, 0], [2, 2, 0, 0]):
         fleet = [ReplicaState(name, load) for name, load in zip(idle, loads, strict=True)]
         best = idle[1] if loads[1] < loads[0] else idle[0]
-        assert make_router("affinity").rank("x", fleet)[0] == best
-    assert make_router("affinity", RouterSettings(choices=1)).rank("x", fleet) == idle
+        assert ROUTERS["affinity"]().rank("x", fleet)[0] == best
+    assert ROUTERS["affinity"](RouterSettings(choices=1)).rank("x", fleet) == idle
 
 
 @given(fleet=st.lists(st.uuids().map(str), min_size=1, max_size=12, unique=True), new=st.uuids())
 @examples(50)
 def test_few_adapters_move_when_a_replica_joins_or_leaves(fleet, new):
-    router, new = make_router("affinity"), str(new)
+    router, new = ROUTERS["affinity"](), str(new)
     adapters = [f"a{i}" for i in range(200)]
     before = {a: router.rank(a, [ReplicaState(r, 0) for r in fleet]) for a in adapters}
     after = {a: router.rank(a, [ReplicaState(r, 0) for r in (*fleet, new)]) for a in adapters}
@@ -122,13 +121,13 @@ def test_few_adapters_move_when_a_replica_joins_or_leaves(fleet, new):
 def route(router, requests, replicas, slots=8, backlog=40):
     """Send requests to replicas of one speed: each in turn answers its oldest."""
     queue = {f"r{i}": [] for i in range(replicas)}
-    recent = {key: RecentAdapters(slots) for key in queue}
+    recent = {key: {} for key in queue}
     sent, cold = Counter(), 0
     for number, adapter in enumerate(requests):
-        states = [ReplicaState(k, len(q), recent=recent[k].names) for k, q in queue.items()]
+        states = [ReplicaState(k, len(q), recent=recent[k]) for k, q in queue.items()]
         chosen = router.rank(adapter, states)[0]
-        cold += adapter is not None and adapter not in recent[chosen].names
-        recent[chosen].add(adapter)
+        cold += adapter is not None and adapter not in recent[chosen]
+        note_sent(recent[chosen], adapter, slots)
         queue[chosen].append(adapter)
         sent[adapter, chosen] += 1
         if number >= backlog:
@@ -138,7 +137,7 @@ def route(router, requests, replicas, slots=8, backlog=40):
 
 def test_a_popular_adapter_is_spread_and_a_rare_one_is_not():
     requests = [f"rare-{i // 4 % 8}" if i % 4 == 0 else "popular" for i in range(2000)]
-    sent, _ = route(make_router("affinity"), requests, replicas=4)
+    sent, _ = route(ROUTERS["affinity"](), requests, replicas=4)
     popular = [sent["popular", f"r{i}"] for i in range(4)]
     assert sum(popular) == 1500 and max(popular) < 0.5 * sum(popular) and min(popular) > 100
     homes = [sum(sent[f"rare-{i}", f"r{k}"] > 0 for k in range(4)) for i in range(8)]
@@ -147,23 +146,23 @@ def test_a_popular_adapter_is_spread_and_a_rare_one_is_not():
 
 def test_affinity_meets_cold_replicas_less_often_than_the_others():
     requests = [f"a{(i * i * 7 + i) % 31}" for i in range(3000)]
-    cold = {name: route(make_router(name), requests, replicas=4)[1] for name in ROUTERS}
+    cold = {name: route(ROUTERS[name](), requests, replicas=4)[1] for name in ROUTERS}
     assert cold["affinity"] < 0.2 * min(cold["random"], cold["least"])
 
 
 def test_requests_of_the_base_model_go_where_little_is_outstanding():
     fleet = [ReplicaState("a", 9), ReplicaState("b", 1), ReplicaState("c", 5)]
     for name in ("affinity", "least"):
-        exact = make_router(name, RouterSettings(choices=3))
+        exact = ROUTERS[name](RouterSettings(choices=3))
         assert exact.rank(None, fleet) == ["b", "c", "a"]
-        two = Counter(make_router(name, RouterSettings(seed=s)).rank(None, fleet)[0]
+        two = Counter(ROUTERS[name](RouterSettings(seed=s)).rank(None, fleet)[0]
                       for s in range(300))  # fmt: skip
         assert two["a"] == 0 and two["b"] > two["c"] > 50  # c: where b is not drawn, a third
 
 
 def test_random_is_uniform():
     fleet = [ReplicaState(key, load) for key, load in (("a", 0), ("b", 50), ("c", 7))]
-    router = make_router("random")
+    router = ROUTERS["random"]()
     got = Counter(router.rank("x", fleet)[0] for _ in range(3000))
     assert all(900 < n < 1100 for n in got.values()) and len(got) == 3
 
@@ -171,12 +170,12 @@ def test_random_is_uniform():
 def test_processes_agree_on_the_order():
     code = (
         "from valora_serve.routing.base import ReplicaState\n"
-        "from valora_serve.routing.routers import make_router\n"
+        "from valora_serve.routing.routers import ROUTERS\n"
         "fleet = [ReplicaState(f'r{i}', 0) for i in range(5)]\n"
-        "print([make_router('affinity').rank(f'a{i}', fleet) for i in range(20)])"
+        "print([ROUTERS['affinity']().rank(f'a{i}', fleet) for i in range(20)])"
     )
     fleet = [ReplicaState(f"r{i}", 0) for i in range(5)]
-    here = [make_router("affinity").rank(f"a{i}", fleet) for i in range(20)]
+    here = [ROUTERS["affinity"]().rank(f"a{i}", fleet) for i in range(20)]
     there = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout
@@ -185,8 +184,7 @@ def test_processes_agree_on_the_order():
 
 
 def test_recent_adapters_are_the_last_ones():
-    recent = RecentAdapters(2)
+    recent = {}
     for adapter in ("a", "b", None, "a", "c"):
-        recent.add(adapter)
-    assert set(recent.names) == {"a", "c"}
-    assert replace(ReplicaState("r", 0), recent=recent.names).recent == {"a", "c"}
+        note_sent(recent, adapter, 2)
+    assert list(recent) == ["a", "c"]

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 
+from tests.bench.valora_serve.sim_slora import LastComeFirstServed
 from tests.support import policy_views
 from tests.support.policy_views import COSTS, LIMITS, policy, taken, view, waiting
 from valora_serve.orchestrator.cost_model import H200_7B
@@ -389,6 +390,14 @@ def test_the_adapter_of_the_newest_is_loaded_first_under_overload(overload, want
     limits = replace(LIMITS, max_requests=1, free_pages=16 + 1)
     now = view([running(0, "a")], wait, now=5.5, limits=limits, resident="a", arrived=[5.2])
     assert chooser.decide(now).prefetch == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [(LastComeFirstServed, ("z", "p")), (POLICIES["slora"], ("p", "z"))]
+)
+def test_adapters_are_loaded_in_the_order_of_a_plan(kind, wanted):
+    now = view([running(0, "a")], [waiting(1, "p"), waiting(2, "z")], resident="a")
+    assert kind(COSTS, PolicySettings()).decide(now).prefetch == wanted
 
 
 @pytest.mark.parametrize(("told", "first"), [(range(100), "w9"), (range(10), "w0")])

@@ -177,7 +177,7 @@ def test_an_adapter_has_its_replicas_and_load_counts():
                       ])  # fmt: skip
         for model, adapter, replica in (("car", "a", "x"), ("a", "a", "x"), ("b", "b", "y")):
             assert front._choose(model, []).replica == replica
-            assert adapter in front._recent[replica].names
+            assert adapter in front._recent[replica]
         assert front._choose("tiny", []).replica == "x", "it has the least load"
         assert front._choose(None, []).replica == "x"
         front._sent["x"] += 9  # since the last report

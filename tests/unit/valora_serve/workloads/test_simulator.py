@@ -18,7 +18,7 @@ from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
-from valora_serve.routing.routers import ROUTERS, make_router
+from valora_serve.routing.routers import ROUTERS
 from valora_serve.workloads import traces
 from valora_serve.workloads.cluster import Dispatch, simulate_cluster
 from valora_serve.workloads.simulator import Machine, SimSettings, simulate
@@ -206,7 +206,7 @@ def replicas(work, count, dispatch, policy="unmerge_only", cost=PLAIN, settings=
 @pytest.mark.parametrize("policy", ["cost", "valora"])
 def test_one_replica_is_one_machine(router, policy):
     work = traces.slora(12, 5, adapters=9, alpha=0.5, lengths=(8, 90), ranks=(64, 8), seed=3)
-    dispatch = Dispatch(make_router(router))
+    dispatch = Dispatch(ROUTERS[router]())
     report = replicas(work, 1, dispatch, policy, H200_7B)
     assert report.total == report.replicas[0] == run(policy, work, H200_7B)
     assert report.balance == 1

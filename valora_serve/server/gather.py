@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -23,27 +22,22 @@ async def gathered(*work: Coroutine[Any, Any, Any], at_once: int = AT_ONCE) -> l
     its error group refers to itself, and keeps what the failed functions held (images, files) until
     the garbage collector runs.
     """
-    results: list[Any] = [None] * len(work)
-    left = deque(enumerate(work))
-    running: dict[asyncio.Future[Any], int] = {}
-    task: asyncio.Future[Any] | None = None
+    limit = asyncio.Semaphore(at_once)
+
+    async def limited(item: Coroutine[Any, Any, Any]) -> Any:
+        async with limit:
+            return await item
+
+    task: asyncio.Future[Any] | None
+    running = [asyncio.ensure_future(limited(item)) for item in work]
     try:
-        while left or running:
-            while left and len(running) < at_once:
-                place, item = left.popleft()
-                running[asyncio.ensure_future(item)] = place
-            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-            while done:
-                task = done.pop()
-                place = running.pop(task)
-                results[place] = task.result()
-        return results
+        return await asyncio.gather(*running)
     finally:
-        for _, item in left:
-            item.close()
-        for other in running:
-            other.cancel()
+        for task in running:
+            task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
+        for item in work:
+            item.close()  # if it has not begun
         # An error refers to this frame, which must not refer to it.
         task = None
         running.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -94,16 +94,20 @@ def _format(body: schema.ResponsesRequest) -> schema.ResponseFormat | None:
         return schema.ResponseFormat(type=form.type)
     if form.schema_ is None:
         raise RequestError("text.format is json_schema, but holds no schema: put schema")
-    wanted = schema.JsonSchema(schema=form.schema_, strict=form.strict)
-    return schema.ResponseFormat(type="json_schema", json_schema=wanted)
+    return schema.ResponseFormat(type="json_schema", json_schema=form)
 
 
 class _Responses:
+    """The answer of a chat, whose chunks become items of output, and events that tell of them."""
+
     def __init__(self, chat: Chat, body: schema.ResponsesRequest) -> None:
-        self._chat = chat
-        self._body = body
-        self._id = f"resp_{new_id()}"
-        self._created = time.time()
+        self._chat, self._body = chat, body
+        self._id, self._created = f"resp_{new_id()}", time.time()
+        self._items: list[dict[str, Any]] = []
+        self._pieces: list[str] = []  # text or arguments of the last item
+        self._logprobs: list[Any] = []  # of the text
+        self._unsent: list[Any] = []  # those of tokens that are no text yet
+        self._number = 0  # of the next event
 
     async def json(self) -> bytes:
         async with contextlib.aclosing(self.events(stream=False)) as events:
@@ -112,53 +116,104 @@ class _Responses:
         return common.to_json(last["response"])
 
     async def events(self, *, stream: bool = True) -> AsyncGenerator[dict[str, Any], None]:
-        output, finish = _Output(), "stop"
-        usage = block = None
-        begun = False
+        finish, usage, block = "stop", None, None
         async with contextlib.aclosing(self._chat.events(stream=stream)) as chunks:
             async for chunk in chunks:
-                if not begun:  # only now, so that an earlier error has a status of its own
-                    begun = True
+                if not self._number:  # only now, so that an earlier error has a status of its own
                     for kind in ("created", "in_progress"):
-                        yield output.event(kind, response=self._response(None, [], None, None))
+                        yield self._event(kind, response=self._response("in_progress"))
                 usage, block = chunk.get("usage", usage), chunk.get("valora", block)
                 for choice in chunk["choices"]:
                     finish = choice["finish_reason"] or finish
-                    for event in output.push(choice):
+                    for event in self._push(choice):
                         yield event
-        if not output.items:
-            for event in output.begun(_text("")):
+        if not self._items:
+            for event in self._begun(_message()):
                 yield event
-        for event in output.ended("incomplete" if finish == "length" else "completed"):
+        status = "incomplete" if finish == "length" else "completed"
+        for event in self._ended(status):
             yield event
-        answered = self._response(finish, output.items, usage, block)
-        yield output.event(answered["status"], response=answered)
+        yield self._event(status, response=self._response(status, usage, block))
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        self._number += 1
+        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
+
+    def _push(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Events of the next part of an answer."""
+        delta = choice["delta"]
+        self._unsent += (choice.get("logprobs") or {}).get("content") or []
+        text = delta.get("content")
+        if text or (text is not None and self._unsent):
+            if not self._items:
+                yield from self._begun(_message())
+            yield self._more(text)
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                yield from self._ended("completed")
+                yield from self._begun({
+                    "id": f"fc_{new_id()}", "type": "function_call", "call_id": call["id"],
+                    "name": call["function"]["name"], "arguments": "",
+                })  # fmt: skip
+            else:
+                yield self._more(call["function"]["arguments"])
+
+    def _begun(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self._items.append(item)
+        self._pieces.clear()
+        item["status"] = "in_progress"
+        yield self._event("output_item.added", output_index=len(self._items) - 1, item={**item})
+        if "content" in item:
+            yield self._event("content_part.added", **self._place(), part=_part(""))
+
+    def _ended(self, status: str) -> Iterator[dict[str, Any]]:
+        """Events that end the last item, if there is one."""
+        if not self._items:
+            return
+        if self._unsent and "content" in self._items[-1]:
+            yield self._more("")
+        self._unsent.clear()
+        item, place, text = self._items[-1], self._place(), "".join(self._pieces)
+        item["status"] = status
+        if "arguments" in item:
+            item["arguments"], name = text, item["name"]
+            yield self._event("function_call_arguments.done", **place, arguments=text, name=name)
+        else:
+            item["content"] = [_part(text, self._logprobs)]
+            logprobs = {"text": text, "logprobs": self._logprobs}
+            yield self._event("output_text.done", **place, **logprobs)
+            yield self._event("content_part.done", **place, part=item["content"][0])
+        yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _more(self, delta: str) -> dict[str, Any]:
+        self._pieces.append(delta)
+        new, self._unsent = self._unsent, []
+        if "arguments" in self._items[-1]:
+            return self._event("function_call_arguments.delta", **self._place(), delta=delta)
+        self._logprobs += new
+        return self._event("output_text.delta", **self._place(), delta=delta, logprobs=new)
+
+    def _place(self) -> dict[str, Any]:
+        item = self._items[-1]
+        within = {"content_index": 0} if "content" in item else {}
+        return {"item_id": item["id"], "output_index": len(self._items) - 1, **within}
 
     def _response(
-        self,
-        finish: str | None,
-        items: list[dict[str, Any]],
-        usage: Mapping[str, Any] | None,
-        block: Mapping[str, Any] | None,
+        self, status: str, usage: Mapping[str, Any] | None = None, block: Any = None
     ) -> dict[str, Any]:
-        """The response object; `finish` is None while the answer is generated."""
         body = self._body
-        status = "in_progress"
-        if finish is not None:
-            status = "incomplete" if finish == "length" else "completed"
         form = None if body.text is None else body.text.format
-        shown = {"type": "text"}
-        if form is not None:
-            shown = form.model_dump(exclude_none=True, by_alias=True)
+        shown = form.model_dump(exclude_none=True, by_alias=True) if form else {"type": "text"}
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         found = {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
             "model": self._chat.arrival.model.name,
-            "output": [*items[:-1], *(item | {"status": status} for item in items[-1:])],
+            "output": self._items,
             "error": None,
-            "incomplete_details": None,
+            "incomplete_details": cut,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
@@ -177,113 +232,22 @@ class _Responses:
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
         }
-        if status == "incomplete":
-            found["incomplete_details"] = {"reason": "max_output_tokens"}
-        return found if block is None else found | {"valora": dict(block)}
+        return found if block is None else found | {"valora": block}
 
 
-class _Output:
-    """The output of a stream so far, and the events that tell of it."""
-
-    def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._pieces: list[str] = []  # text or arguments of the last item
-        self._number = 0
-        self._logprobs: list[Any] = []  # of the text
-        self._unsent: list[Any] = []  # those of tokens that are no text yet
-
-    def event(self, kind: str, **fields: Any) -> dict[str, Any]:
-        self._number += 1
-        return {"type": f"response.{kind}", "sequence_number": self._number - 1, **fields}
-
-    def push(self, choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Events of the next part of an answer, a choice of a chunk of the chat endpoint."""
-        delta = choice["delta"]
-        self._unsent += (choice.get("logprobs") or {}).get("content") or []
-        text = delta.get("content")
-        if text or (text is not None and self._unsent):
-            if not self.items:
-                yield from self.begun(_text(""))
-            yield self._more(text)
-        for call in delta.get("tool_calls", ()):
-            if "id" in call:
-                yield from self.ended("completed")
-                yield from self.begun(_call(call["id"], call["function"]["name"], ""))
-            else:
-                yield self._more(call["function"]["arguments"])
-
-    def begun(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Events that begin an item."""
-        self.items.append(item)
-        self._pieces.clear()
-        text = "content" in item
-        shown = item | {"status": "in_progress"} | ({"content": []} if text else {})
-        yield self.event("output_item.added", output_index=len(self.items) - 1, item=shown)
-        if text:
-            yield self.event("content_part.added", **self._place(), part=_part(""))
-
-    def ended(self, status: str) -> Iterator[dict[str, Any]]:
-        """Events that end the last item, if there is one."""
-        if not self.items:
-            return
-        item, place, text = self.items[-1], self._place(), "".join(self._pieces)
-        item["status"], done = status, {"output_index": len(self.items) - 1, "item": item}
-        if "arguments" in item:
-            self._unsent.clear()
-            item["arguments"] = text
-            called = {"arguments": text, "name": item["name"]}
-            yield self.event("function_call_arguments.done", **place, **called)
-            yield self.event("output_item.done", **done)
-            return
-        if self._unsent:
-            yield self._more("")
-        part = _part(text) | {"logprobs": self._logprobs}
-        item["content"] = [part]
-        yield self.event("output_text.done", **place, text=text, logprobs=self._logprobs)
-        yield self.event("content_part.done", **place, part=part)
-        yield self.event("output_item.done", **done)
-
-    def _more(self, delta: str) -> dict[str, Any]:
-        self._pieces.append(delta)
-        new, self._unsent = self._unsent, []
-        if "arguments" in self.items[-1]:
-            return self.event("function_call_arguments.delta", **self._place(), delta=delta)
-        self._logprobs += new
-        return self.event("output_text.delta", **self._place(), delta=delta, logprobs=new)
-
-    def _place(self) -> dict[str, Any]:
-        item = self.items[-1]
-        within = {"content_index": 0} if "content" in item else {}
-        return {"item_id": item["id"], "output_index": len(self.items) - 1, **within}
+def _message() -> dict[str, Any]:
+    return {"id": f"msg_{new_id()}", "type": "message", "role": "assistant", "content": []}
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {
-        "id": f"msg_{new_id()}", "type": "message", "role": "assistant", "status": "completed",
-        "content": [_part(text)],
-    }  # fmt: skip
-
-
-def _call(identity: str, name: str, arguments: str) -> dict[str, Any]:
-    return {
-        "id": f"fc_{new_id()}", "type": "function_call", "status": "completed",
-        "call_id": identity, "name": name, "arguments": arguments,
-    }  # fmt: skip
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     details = usage.get("prompt_tokens_details") or {}
+    cached = {"cached_tokens": details.get("cached_tokens", 0), "cache_write_tokens": 0}
     return {
-        "input_tokens": usage["prompt_tokens"],
-        "input_tokens_details": {
-            "cached_tokens": details.get("cached_tokens", 0),
-            "cache_write_tokens": 0,
-        },
+        "input_tokens": usage["prompt_tokens"], "input_tokens_details": cached,
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage["total_tokens"],
-    }
+        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"],
+    }  # fmt: skip

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Path
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from valora_serve.server.access.rules import Access, allow
 from valora_serve.server.api.requests import check_text
 from valora_serve.server.api.schema import Body, Done, ResponseBody, Text
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part
-from valora_serve.types import NewContext, ServedModel
+from valora_serve.types import NewContext
 
 _Name = Annotated[str | None, Field(max_length=256)]
-_COPIED = ("form", "adapter", "decode_only", "bundle", "accuracy", "required")
+_Size = Annotated[int, BeforeValidator(lambda size: size or 0)]
 
 
 class ContextRequest(Body):
@@ -41,13 +41,15 @@ class ContextRequest(Body):
 class ContextCard(ResponseBody):
     """A context: a document that requests can ask about without sending it."""
 
-    id: str
+    model_config = ConfigDict(from_attributes=True)
+
+    id: Annotated[str, AfterValidator(last_part)] = Field(validation_alias="name")
     object: Literal["context"] = "context"
-    created: int
+    created: Annotated[int, BeforeValidator(int)] = Field(validation_alias="loaded_at")
     form: str = Field(description="prefix, memory_tokens or adapter")
-    tokens: int = Field(description="tokens of its memory")
-    bytes: int = Field(description="size of its memory")
-    source_tokens: int = Field(description="tokens of the document")
+    tokens: _Size = Field(description="tokens of its memory", validation_alias="memory_tokens")
+    bytes: _Size = Field(description="size of its memory", validation_alias="memory_bytes")
+    source_tokens: _Size = Field(description="tokens of the document")
     adapter: str | None = None
     decode_only: bool = False
     bundle: str | None = None
@@ -62,18 +64,6 @@ class ContextList(ResponseBody):
     data: list[ContextCard]
 
 
-def card(model: ServedModel) -> ContextCard:
-    """A context in the API's format."""
-    return ContextCard(
-        id=last_part(model.name),
-        created=int(model.loaded_at),
-        tokens=model.memory_tokens or 0,
-        bytes=model.memory_bytes or 0,
-        source_tokens=model.source_tokens or 0,
-        **{name: getattr(model, name) for name in _COPIED},
-    )
-
-
 def router(context: ServerContext) -> APIRouter:
     """Routes that list, make and delete contexts."""
     routes = APIRouter(tags=["contexts"])
@@ -85,16 +75,16 @@ def router(context: ServerContext) -> APIRouter:
 
     @routes.get("/v1/contexts", summary="List the contexts that a request can name")
     async def contexts() -> ContextList:
-        return ContextList(data=[card(model) for model in context.service.models() if model.form])
+        found = [model for model in context.service.models() if model.form]
+        return ContextList(data=list(map(ContextCard.model_validate, found)))
 
     @routes.post("/v1/contexts", summary="Make a context of a document, without training")
     @admin
     async def make(body: ContextRequest) -> ContextCard:
         check_text(len(body.document), context)
         wanted = NewContext(**body.model_dump(exclude={"replace"}))
-        return card(
-            await context.service.changed(served.make_context(wanted, replace=body.replace))
-        )
+        making = served.make_context(wanted, replace=body.replace)
+        return ContextCard.model_validate(await context.service.changed(making))
 
     @routes.delete("/v1/contexts/{name}", summary="Delete a context that was made at run time")
     @admin

@@ -51,13 +51,15 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get("/v1/examples", summary="Examples of the domains")
     async def examples() -> ExampleList:
         found = await asyncio.to_thread(_by_domain, context)
-        return ExampleList(
-            data=[
-                _card(name, number, example)
-                for name, several in found.items()
-                for number, example in enumerate(several)
-            ]
-        )
+        return ExampleList(data=[
+            ExampleCard(
+                domain=name, number=number, video=example.media == "video",
+                question=example.question, teacher=example.teacher,
+                images=[f"v1/examples/{name}/{number}/{at}" for at in range(len(example.files))],
+            )
+            for name, several in found.items()
+            for number, example in enumerate(several)
+        ])  # fmt: skip
 
     @routes.get(
         "/v1/examples/{domain}/{number}/{image}",
@@ -98,14 +100,3 @@ def _by_domain(context: ServerContext) -> dict[str, list[Example]]:
             if example.domain in found and example.files:  # questions about documents have none
                 found[example.domain].append(example)
     return {name: examples for name, examples in found.items() if examples}
-
-
-def _card(name: str, number: int, example: Example) -> ExampleCard:
-    return ExampleCard(
-        domain=name,
-        number=number,
-        video=example.media == "video",
-        question=example.question,
-        images=[f"v1/examples/{name}/{number}/{place}" for place in range(len(example.files))],
-        teacher=example.teacher,
-    )

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import math
 import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Request
+from PIL.Image import Image
 from pydantic import ValidationError
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import Headers, UploadFile
@@ -24,22 +26,14 @@ from valora_serve.server.api import schema
 from valora_serve.server.api.common import answer, usage
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
 from valora_serve.server.api.requests import Arrival, answer_tokens, check_text
+from valora_serve.server.context import ServerContext
 from valora_serve.server.errors import error_body, invalid
 from valora_serve.server.gather import gathered, until_disconnect
 from valora_serve.server.media.urls import MediaUrl
-from valora_serve.server.service import domain_of
+from valora_serve.server.service import Ticket, domain_of
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry.logs import new_id
-from valora_serve.types import SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Coroutine, Sequence
-
-    from PIL.Image import Image
-
-    from valora_serve.server.context import ServerContext
-    from valora_serve.server.service import Ticket
-    from valora_serve.server.settings import ServerSettings
-    from valora_serve.types import Output, ServedModel
+from valora_serve.types import Output, SamplingParams, ServedModel
 
 K = TypeVar("K", bound=schema.VisionRequest)
 _FORM = "multipart/form-data"
@@ -94,11 +88,9 @@ def router(context: ServerContext) -> APIRouter:
         since = time.monotonic()
         fields = await _fields(request, context, schema.LookRequest)
         found = await looked(context, request, fields, since)
-        seconds, created = time.monotonic() - since, int(time.time())
-        identity = f"vision-{new_id()}"
-        return answer(
-            schema.LookAnswer(id=identity, created=created, domains=found, seconds=seconds)
-        )
+        identity, seconds = f"vision-{new_id()}", time.monotonic() - since
+        made = {"id": identity, "created": int(time.time()), "domains": found, "seconds": seconds}
+        return answer(schema.LookAnswer.model_validate(made))
 
     return routes
 
@@ -214,13 +206,12 @@ def bundles_of(context: ServerContext) -> dict[str, list[ServedModel]]:
 
 async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:
     """Fields of a request, with files in place of URLs if it is a form."""
-    is_json = request.headers.get("content-type", "").lower().startswith(JSON)
-    body = await request.body()
+    header, body = request.headers.get("content-type", ""), await request.body()
     del request._body  # each copy is freed when the next one exists
     parsing: Coroutine[Any, Any, K] = (
         context.bodies.parsed(body, kind)
-        if is_json
-        else _from_form(body, request.headers["content-type"], context, kind)
+        if header.lower().startswith(JSON)
+        else _from_form(body, header, context, kind)
     )
     del body
     return await parsing
@@ -233,10 +224,11 @@ def _check_media(context: ServerContext, fields: schema.VisionRequest) -> None:
     images, frames = fields.images, fields.frames
     if bool(images) + (fields.video is not None) + bool(frames) != 1:
         raise RequestError("Send images, or one video, or a video's frames: one of these")
-    for count, what, limit in ((len(images), "image", most), (len(frames), "frame", most_frames)):
-        if count > limit:
-            has = "The request has" if what == "image" else "The video has"
-            raise RequestError(f"{has} {plural(count, what)}, more than {limit}: send fewer")
+    for found, has, what, limit in (
+        (images, "The request has", "image", most), (frames, "The video has", "frame", most_frames),
+    ):  # fmt: skip
+        if len(found) > limit:
+            raise RequestError(f"{has} {plural(len(found), what)}, more than {limit}: send fewer")
 
 
 async def _read_media(
@@ -330,23 +322,17 @@ def _requests(
     question, warnings = question_of(model, prompt, head=head)
     frames = [] if video is None else [len(video)]
     warnings += check_measured_media(model, 1 - len(frames), frames, head=head)
+    most = fields.max_tokens or answer_tokens(model, arrival.context)
     common: dict[str, Any] = {
-        "model": model.name,
-        "min_score": fields.min_score,
-        "sampling": SamplingParams(
-            max_tokens=fields.max_tokens or answer_tokens(model, arrival.context),
-            temperature=settings.temperature,
-        ),
-        "deadline": arrival.time_left(),
-        "cache_salt": fields.cache_salt,
-        "store": fields.store is not False,
-    }
+        "model": model.name, "min_score": fields.min_score, "cache_salt": fields.cache_salt,
+        "sampling": SamplingParams(max_tokens=most, temperature=settings.temperature),
+        "deadline": arrival.time_left(), "store": fields.store is not False,
+        "video": video is not None,
+    }  # fmt: skip
     identity, words = f"vision-{new_id()}", None if prompt is None else question
     parts = [[image] for image in images] if video is None else [video]
     return [
-        types.Request.about(
-            part, words, video=video is not None, id=f"{identity}-{number}", **common
-        )
+        types.Request.about(part, words, id=f"{identity}-{number}", **common)
         for number, part in enumerate(parts)
     ], warnings
 
@@ -355,6 +341,10 @@ def _answered(
     arrival: Arrival, lasts: Sequence[Output], shown: Sequence[Image], warnings: list[str]
 ) -> schema.VisionAnswer:
     last, model = lasts[-1], arrival.model
+    results = []
+    for one, image in zip(lasts, shown, strict=True):
+        found = {"text": one.text} if one.head is None else one.head.image_fields(0)
+        results.append(schema.VisionResult(width=image.width, height=image.height, **found))
     return schema.VisionAnswer(
         id="-".join(last.id.split("-")[:2]),
         created=int(time.time()),
@@ -363,14 +353,9 @@ def _answered(
         adapter=model.adapter,
         bundle=model.bundle,
         kind=last.head.kind if last.head is not None else None,
-        results=[_result(one, image) for one, image in zip(lasts, shown, strict=True)],
+        results=results,
         usage=usage(lasts, len(lasts)),
         mode=str(last.mode) if last.mode is not None else None,
         seconds=time.monotonic() - arrival.since,
         warnings=warnings,
     )
-
-
-def _result(last: Output, image: Image) -> schema.VisionResult:
-    found = {"text": last.text} if last.head is None else last.head.image_fields(0)
-    return schema.VisionResult(width=image.width, height=image.height, **found)

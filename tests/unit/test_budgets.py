@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_258,
     "teachers/valora_teachers": 1_608,
     "kernels/valora_kernels": 3_774,
-    "valora_serve": 27_807,
+    "valora_serve": 27_731,
     "tests/*/valora_train": 6_979,
     "tests/*/valora_data": 3_502,
     "tests/*/valora_teachers": 1_135,

@@ -297,18 +297,11 @@ def _take_score(rules: _Rules, tensors: dict[str, torch.Tensor]) -> torch.Tensor
     return score
 
 
-def _is_rank(value: object) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_alpha(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
-NUMBERS = (
-    ("rank_pattern", "r", _is_rank, "a rank of at least 1"),
-    ("alpha_pattern", "lora_alpha", _is_alpha, "a number"),
-)
+NUMBERS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
+    ("rank_pattern", "r", lambda one: type(one) is int and one >= 1, "a rank of at least 1"),
+    ("alpha_pattern", "lora_alpha",
+     lambda one: type(one) in (int, float) and math.isfinite(one), "a number"),
+)  # fmt: skip
 """Numbers by pattern, for all other modules, and what they must be."""
 
 

@@ -8,6 +8,7 @@ import ctypes
 import os
 import resource
 import signal
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -202,11 +203,36 @@ def measure_video(file: BinaryIO, limits: Limits) -> tuple[int, int]:
 
 
 def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, int]]:
-    """Decode frames of a measured video: i of n is that at (i + ½)/n of the duration."""
+    """Decode frames of a measured video: i of n is that at (i + ½)/n of the duration.
+
+    They are decoded once, in order; each comes with the number of times that it is wanted.
+    """
     with _container(file, limits) as (container, context):
         context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
         container.streams.video[0].thread_type, context.thread_count = "NONE", 1
-        yield from _sampled(container, limits, limits.frames * context.width * context.height)
+        most, count = limits.frames * context.width * context.height, limits.frames
+        until = time.monotonic() + limits.seconds
+        times = _frame_times(container, limits, until)
+        first, last = times[0], times[-1]
+        step = (last - first) / max(1, len(times) - 1)
+        instants = [first + (i + 0.5) / count * (last - first + step) for i in range(count)]
+        shown = [bisect.bisect_right(times, instant) - 1 for instant in instants]
+        container.seek(0)
+        missing = True
+        for number, frame in enumerate(container.decode(video=0)):
+            _check_time(until)
+            limits.check("video", frame.width, frame.height)
+            if number in shown:
+                most -= shown.count(number) * frame.width * frame.height
+                if most < 0:
+                    raise ImageError("The video's frames have more pixels than its header tells")
+                # One thread: by default there is one for each core, and each takes address space.
+                yield frame.to_image(threads=1), shown.count(number)
+                missing = False
+            if number >= shown[-1]:
+                break
+        if missing:
+            raise ImageError("The video's frames cannot be decoded")
 
 
 @contextlib.contextmanager
@@ -216,8 +242,13 @@ def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
         import av
     except ImportError as error:
         raise ServeError(f"Videos cannot be decoded here, as PyAV fails ({error})") from error
-    container_format = _video_format(file.read(12))
-    file.seek(0)
+    head, _ = file.read(12), file.seek(0)
+    signs = {
+        "mov": head[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide"),
+        "matroska": head[:4] == b"\x1aE\xdf\xa3",
+        "avi": head[:4] == b"RIFF" and head[8:12] == b"AVI ",
+    }
+    container_format = next((name for name, is_it in signs.items() if is_it), None)
     if container_format is None:
         raise ImageError("The video is none of MP4, MOV, WebM, Matroska and AVI")
     with _readable("video", limits, "damaged"), av.open(file, format=container_format) as container:
@@ -226,34 +257,11 @@ def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
         yield container, container.streams.video[0].codec_context
 
 
-def _sampled(container: Any, limits: Limits, most: int) -> Iterator[tuple[Image.Image, int]]:
-    """Decode the frames once, in order, and keep those that are shown at the wanted times."""
-    times = _frame_times(container, limits)
-    first, last, count = times[0], times[-1], limits.frames
-    step = (last - first) / max(1, len(times) - 1)
-    instants = [first + (i + 0.5) / count * (last - first + step) for i in range(count)]
-    shown = [bisect.bisect_right(times, instant) - 1 for instant in instants]
-    container.seek(0)
-    missing = True
-    for number, frame in enumerate(container.decode(video=0)):
-        limits.check("video", frame.width, frame.height)
-        if number in shown:
-            most -= shown.count(number) * frame.width * frame.height
-            if most < 0:
-                raise ImageError("The video's frames have more pixels than its header tells")
-            # One thread: by default there is one for each core, and each takes address space.
-            yield frame.to_image(threads=1), shown.count(number)
-            missing = False
-        if number >= shown[-1]:
-            break
-    if missing:
-        raise ImageError("The video's frames cannot be decoded")
-
-
-def _frame_times(container: Any, limits: Limits) -> list[float]:
+def _frame_times(container: Any, limits: Limits, until: float) -> list[float]:
     """Presentation times of all frames in seconds, from the packets: nothing is decoded."""
     times = []
     for packet in container.demux(video=0):
+        _check_time(until)
         if packet.pts is None or packet.size == 0:
             continue
         times.append(float(packet.pts * packet.time_base))
@@ -268,6 +276,11 @@ def _frame_times(container: Any, limits: Limits) -> list[float]:
     if not times:
         raise ImageError("The video has no frames")
     return sorted(times)
+
+
+def _check_time(until: float) -> None:
+    if time.monotonic() > until:
+        raise ImageError("The video takes too long to decode: send a shorter or smaller one")
 
 
 def _memory(image: Image.Image, file_bytes: int) -> int:
@@ -289,13 +302,3 @@ def _coefficients(image: JpegImageFile) -> int:
     down = max([1, *(v for _, v in sampling)])
     columns, rows = -(-image.width // (8 * across)), -(-image.height // (8 * down))
     return sum(2 * 64 * h * v * columns * rows for h, v in sampling)
-
-
-def _video_format(content: bytes) -> str | None:
-    if content[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide"):
-        return "mov"
-    if content[:4] == b"\x1aE\xdf\xa3":
-        return "matroska"
-    if content[:4] == b"RIFF" and content[8:12] == b"AVI ":
-        return "avi"
-    return None

@@ -203,9 +203,8 @@ def test_video_limits(tmp_path):
         sampled(content, video_seconds=1.0)
     with pytest.raises(ImageError, match="larger than"):
         read(data_url(content, "video/mp4"), "video", max_video_bytes=1000)
-    long = video_file(tmp_path / "long.mp4", count=3000, rate=100).read_bytes()
-    with pytest.raises(ImageError, match=r"video takes longer than 0\.02 s to decode"):
-        read(data_url(long, "video/mp4"), "video", decode_seconds=0.02)
+    with pytest.raises(ImageError, match="too long to decode"):
+        sampled(content, seconds=-1.0)
     with pytest.raises(ImageError, match="together"):
         read(data_url(content, "video/mp4"), "video", max_request_pixels=64 * 48 * 7)
 

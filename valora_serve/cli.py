@@ -103,7 +103,7 @@ def serve(
     from valora_serve.server.listen import bind, check_certificate
     from valora_serve.server.loading import startup
     from valora_serve.server.loading.served_set import check_folder
-    from valora_serve.server.loading.state_file import own_state, read_state
+    from valora_serve.server.loading.state_file import StateFile, own_state
     from valora_serve.server.resolving.cache import lock_folder
     from valora_serve.server.resolving.registry import make_resolvers
     from valora_serve.server.samples import Samples
@@ -124,7 +124,7 @@ def serve(
             held.enter_context(own_state(Path(settings.state_file)))
         if settings.adapter_folder:
             check_folder(Path(settings.adapter_folder))
-            read_state(Path(settings.state_file))
+            StateFile(Path(settings.state_file)).read()
         sockets = bind(settings)
         return asyncio.run(
             _serve(sockets, bundles, settings, engine_settings, replica_settings, began, on_started)

@@ -75,7 +75,7 @@ class Running:
             adapter_folder=str(place / "adapters"), state_file=str(place / "state.json"),
         )  # fmt: skip
         self.state = SharedState(Handle(board), name, place / "state.json")
-        self.served = ServedSet(self.engine, place / "adapters", place, None, self.state)
+        self.served = ServedSet(self.engine, place / "adapters", self.state)
         self._given = place / "given"
 
     async def start(self):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine_reference import ask, make_engine, noise, run
-from valora_serve.server.loading.state_file import read_state
+from valora_serve.server.loading.state_file import StateFile
 from valora_serve.types import Request, SamplingParams
 from valora_train.fusion.state import FusionState
 from valora_train.reporting import tracking
@@ -58,7 +58,7 @@ def test_the_state_file_of_a_server(here: Path) -> None:
         "unloaded": ["detection"],
         "decode_only": ["late"],
     }
-    found = read_state(here / "served.json").model_dump()
+    found = StateFile(here / "served.json").read().model_dump()
     assert {name: found[name] for name in expected} == expected  # later versions may know more
 
 

@@ -41,6 +41,7 @@ from valora_serve.server.constrain import Grammars
 from valora_serve.server.context import ServerContext
 from valora_serve.server.errors import handle_errors
 from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.loading.state_file import StateFile
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.middleware import Middleware
 from valora_serve.server.resolving.on_request import OnRequest
@@ -83,7 +84,7 @@ def create_app(
     metrics = Metrics(engine)
     if served is None:
         folder = Path(settings.adapter_folder) if settings.adapter_folder else None
-        served = ServedSet(engine, folder, Path(settings.state_file))
+        served = ServedSet(engine, folder, StateFile(Path(settings.state_file)))
     sharing, samples = settings.cache_sharing, Samples(settings)
     service = Service(engine, admission, metrics, tracer, share_by, sharing, samples)
     on_request = OnRequest.of(service, served, settings)

@@ -40,16 +40,13 @@ class ServedSet:
         self,
         engine: EngineClient,
         folder: Path | None,
-        state_file: Path,
+        file: StateFile,
         replay: Callable[[Path], Awaitable[int]] | None = None,
-        file: StateFile | None = None,
     ) -> None:
         if folder is not None:
             check_folder(folder)
-        self._engine = engine
+        self._engine, self._file, self._replay = engine, file, replay
         self._folder = folder.resolve() if folder is not None else None
-        self._file = file or StateFile(state_file)
-        self._replay = replay
         self._state = SavedState()
         self._given: dict[str, Path] = {}  # bundles of the command line
         self._lock = asyncio.Lock()

@@ -144,7 +144,7 @@ async def make_app(
     """Load bundles into an engine; return the application in front of it, and what it serves."""
     replay = partial(golden.replay, engine) if settings.golden else None
     folder = Path(settings.adapter_folder) if settings.adapter_folder else None
-    served = ServedSet(engine, folder, Path(settings.state_file), replay, state)
+    served = ServedSet(engine, folder, state or StateFile(Path(settings.state_file)), replay)
     found = await load_all(engine, folders, served, warm_up=engine.warm_up, replay=settings.golden)
     by, shares = engine_settings.share_by, engine_settings.shares
     if by == "adapter":

@@ -17,11 +17,13 @@ from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.files import UnreadableError, parse_json, read_bytes
 from valora_data.hashing import file_hash
 from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.server.resolving.base import FILES as ADAPTER_FILES
+from valora_serve.server.resolving.base import LABELS
 from valora_serve.server.telemetry import logs
 
 VERSION = 1  # version of the state file's format
 KINDS = ("bundle", "adapter", "context")  # contexts after the adapters that answer
-FILES = {"bundle": (MANIFEST,), "adapter": ("adapter_config.json", "adapter_model.safetensors")}
+FILES = {"bundle": (MANIFEST,), "adapter": ADAPTER_FILES}
 """Files whose hashes tell the content; a bundle's manifest has those of all its files."""
 
 
@@ -57,8 +59,32 @@ class StateFile:
         self.path = path
 
     def read(self) -> SavedState:
-        """Read the state."""
-        return read_state(self.path)
+        """Read the state; an empty one if there is no file."""
+
+        def wrong(said: str) -> SettingsError:
+            return SettingsError(
+                f"state file {self.path} {said}, or delete it to start without run-time loads"
+            )
+
+        try:
+            self.path.lstat()
+            saved = parse_json(read_bytes(self.path, 16 << 20))
+            version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
+            if type(version) is int and version != VERSION:
+                age = "a newer" if version > VERSION else "another"
+                raise wrong(f"is of {age} version of VaLoRA: start that version")
+            return SavedState.model_validate(saved)
+        except FileNotFoundError:
+            return SavedState()
+        except OSError as error:
+            said = f"cannot be read ({error.strerror}): give the server permission"
+            raise wrong(said) from error
+        except UnreadableError as error:
+            denied = error.reason.startswith("cannot be read")
+            said = error.reason if denied else f"is damaged, as it {error.reason}"
+            raise wrong(f"{said}: restore it") from error
+        except ValueError as error:  # pydantic's
+            raise wrong("is damaged: restore it") from error
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[SavedState | None]:
@@ -97,40 +123,11 @@ class StateFile:
             draft.unlink()
 
 
-def read_state(file: Path) -> SavedState:
-    """Read a state file; an empty state if there is none."""
-
-    def wrong(said: str) -> SettingsError:
-        return SettingsError(
-            f"state file {file} {said}, or delete it to start without run-time loads"
-        )
-
-    try:
-        file.lstat()
-        saved = parse_json(read_bytes(file, 16 << 20))
-        version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
-        if type(version) is int and version != VERSION:
-            age = "a newer" if version > VERSION else "another"
-            raise wrong(f"is of {age} version of VaLoRA: start that version")
-        return SavedState.model_validate(saved)
-    except FileNotFoundError:
-        return SavedState()
-    except OSError as error:
-        said = f"cannot be read ({error.strerror}): give the server permission"
-        raise wrong(said) from error
-    except UnreadableError as error:
-        denied = error.reason.startswith("cannot be read")
-        said = error.reason if denied else f"is damaged, as it {error.reason}"
-        raise wrong(f"{said}: restore it") from error
-    except ValueError as error:  # pydantic's
-        raise wrong("is damaged: restore it") from error
-
-
 def content_hash(kind: str, folder: Path) -> str:
     """Hash of a bundle's or an adapter's content."""
     try:
         hashes = [file_hash(folder / name) for name in FILES[kind]]
-        if kind == "adapter" and (labels := folder / "config.json").exists():
+        if kind == "adapter" and (labels := folder / LABELS).exists():
             hashes.append(file_hash(labels))
     except OSError as error:
         raise AdapterError(

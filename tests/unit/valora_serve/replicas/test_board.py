@@ -8,7 +8,7 @@ import pytest
 from tests.support.replicas import report
 from valora_serve.errors import StoppedError
 from valora_serve.replicas.board import HELD_SECONDS, STALE, Board, wanted
-from valora_serve.server.loading.state_file import SavedState, read_state
+from valora_serve.server.loading.state_file import SavedState, StateFile
 
 
 class Clock:
@@ -33,7 +33,7 @@ def test_one_replica_at_a_time_changes_what_is_served(tmp_path):
         assert not waiting.done()
         assert isinstance(board.record("z", new), StoppedError)
         assert board.record("y", new) is None
-        assert read_state(file) == board.state() == new
+        assert StateFile(file).read() == board.state() == new
         board.unlock("y")
         assert (await waiting)[0] == new
         clock.now += HELD_SECONDS + 1  # z is silent

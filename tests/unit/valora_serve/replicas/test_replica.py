@@ -11,7 +11,7 @@ import ray
 from tests.support.http_helpers import adapter, bundle
 from tests.support.replicas import Ref, Running, running
 from valora_serve.errors import AdapterError
-from valora_serve.server.loading.state_file import check_content, content_hash, read_state
+from valora_serve.server.loading.state_file import StateFile, check_content, content_hash
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_what_one_replica_loads_all_of_them_serve(place):
             await one.post("unload_bundle", bundle_name="cars")
             assert one.names() == two.names() == {"rules"}
             assert one.served.revision == two.served.revision == board.state().revision
-            assert read_state(place / "state.json") == board.state()
+            assert StateFile(place / "state.json").read() == board.state()
             # One that starts later has the same.
             late = Running("late", place, board)
             assert await board.join(await late.start(), None) is None
@@ -88,7 +88,7 @@ def test_what_one_replica_refuses_none_of_them_serves(place, kind):
             said = (await one.post(path, 400, **body)).json()["error"]["message"]
             assert said == "no memory is left"
             assert one.names() == two.names() == three.names() == {"truck", "old"}
-            assert board.state() == before == read_state(place / "state.json")
+            assert board.state() == before == StateFile(place / "state.json").read()
             # Others die, and what is left goes on.
             for gone in (two, three):
                 gone.server.should_exit = True

@@ -22,6 +22,7 @@ from valora_data.errors import ValoraError
 from valora_serve.errors import StorageError, UnknownModelError
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.loading.state_file import StateFile
 
 FOLDERS = {  # name of the bundle, and its domains
     "cars-1": ("cars", ("car",)),
@@ -76,7 +77,7 @@ class Serving(RuleBasedStateMachine):
         self.kept = self.lasting | set(self.adapters) | {name.lower() for name in BUILT_IN} | {"d"}
         self.engine = FakeEngine()
         file = self.place / "state" / "served.json"
-        self.served = ServedSet(self.engine, self.place / "adapters", file)
+        self.served = ServedSet(self.engine, self.place / "adapters", StateFile(file))
         found = [self.place / "bundles" / name for name in COMMAND_LINE]
         asyncio.run(
             startup.load_all(self.engine, found, self.served, warm_up=warm_up, replay=False)

@@ -11,6 +11,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import ADMIN, adapter, loading, refused, serving, until
 from valora_serve.errors import StorageError
 from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.loading.state_file import StateFile
 from valora_serve.types import NewContext
 
 HEADERS = {"authorization": f"Bearer {ADMIN}"}
@@ -81,7 +82,7 @@ def test_only_admins_make_contexts_and_only_if_that_is_allowed(place):
 
 def served_set(place, engine=None):
     folder = place / "adapters"
-    return ServedSet(engine or FakeEngine(), folder, place / "state/served.json")
+    return ServedSet(engine or FakeEngine(), folder, StateFile(place / "state/served.json"))
 
 
 def test_contexts_wait_for_the_adapters_that_answer(place):

@@ -16,6 +16,7 @@ from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.access.keys import new_key
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.loading.state_file import StateFile
 
 BUILT_IN = {model.name: model.root for model in FakeEngine().models()}
 
@@ -150,7 +151,7 @@ def test_what_is_refused_and_what_lies_beside_an_adapter(place):
 
 def make(place, engine, replay=None):
     folder = place / "adapters"
-    return ServedSet(engine, folder, place / "state" / "served.json", replay)
+    return ServedSet(engine, folder, StateFile(place / "state" / "served.json"), replay)
 
 
 run = asyncio.run
@@ -198,7 +199,7 @@ def test_a_bundle_whose_golden_examples_differ_is_not_served(place, error):
 
 def test_a_missing_folder_is_said(tmp_path):
     with pytest.raises(SettingsError, match="adapter_folder"):
-        ServedSet(FakeEngine(), tmp_path / "none", tmp_path / "s.json")
+        ServedSet(FakeEngine(), tmp_path / "none", StateFile(tmp_path / "s.json"))
 
 
 def test_the_answer_of_a_full_disk_and_of_a_lost_folder(place):

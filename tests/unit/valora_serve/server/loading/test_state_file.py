@@ -8,7 +8,7 @@ import pytest
 from filelock import FileLock
 
 from valora_serve.errors import SettingsError
-from valora_serve.server.loading.state_file import own_state, read_state
+from valora_serve.server.loading.state_file import StateFile, own_state
 
 
 def test_one_server_has_a_file_by_whatever_name(tmp_path):
@@ -73,4 +73,4 @@ def test_state_files_that_are_none(tmp_path, content, message):
     else:
         file.write_bytes(content.encode() if isinstance(content, str) else bytes(content))
     with pytest.raises(SettingsError, match=message):
-        read_state(file)
+        StateFile(file).read()

@@ -47,9 +47,8 @@ def test_a_usual_adapter_may_be_merged(dtype):
         "A": lambda p: replace(p, a=p.a * 1e30),
         "B": lambda p: replace(p, b=p.b * 1e30),
         "the product, not A and B": lambda p: replace(p, a=p.a * 1e20, b=p.b * 1e20),
-        "the product without scaling": lambda p: replace(
-            p, a=p.a * 1e20, b=p.b * 1e20, scaling=1e-40
-        ),
+        "the product without scaling":
+            lambda p: replace(p, a=p.a * 1e20, b=p.b * 1e20, scaling=1e-40),
         "A beside a zero B": lambda p: replace(p, a=p.a * 1e30, b=p.b * 0),
         "the scaling": lambda p: replace(p, scaling=1e300),
         "an infinite scaling": lambda p: replace(p, scaling=math.inf),

@@ -11,21 +11,14 @@ from valora_serve.catalogue.patterns import MAX_PATTERNS, Expression, match_all,
 from valora_serve.errors import AdapterError
 
 PATHS = (
-    "model.language_model.layers.0.self_attn.q_proj",
-    "model.language_model.layers.11.mlp.up_proj",
-    "model.vision_tower.encoder.layers.3.mlp.fc1",
-    "lm_head",
-)
+    "model.language_model.layers.0.self_attn.q_proj", "model.language_model.layers.11.mlp.up_proj",
+    "model.vision_tower.encoder.layers.3.mlp.fc1", "lm_head",
+)  # fmt: skip
 SOUND = [
-    r".*language_model.*\.(q_proj|up_proj)",
-    r"^(?!.*vision).*proj$",
+    r".*language_model.*\.(q_proj|up_proj)", r"^(?!.*vision).*proj$", r"(?<=x)nothing|lm_head",
     r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)|(?:\bmodel\.layers\.\d+)",
-    r"(?<=x)nothing|lm_head",
-    r"(?i)LM_HEAD",
-    r"(.*)\.(\w)\2.*",
-    r"[^.]+",
-    "",
-]
+    r"(?i)LM_HEAD", r"(.*)\.(\w)\2.*", r"[^.]+", "",
+]  # fmt: skip
 HOSTILE = [
     r"(a+)+$", r"(.*)*x", r"((.+)+\.)+!", r"(\w|\w\w)*-", r"(([\w.]+)+)+#", ".*" * 30 + "!",
     r"(?=(.*)*y)", "(((_{0,9999}){0,9999}){0,9999}){0,9999}.*x",
@@ -53,15 +46,12 @@ def test_hostile_expressions_end(pattern, monkeypatch):
     monkeypatch.setattr(patterns, "SECONDS", 1)
     began = time.monotonic()
     paths = tuple(f"{'a' * 60}.{path}.{'_' * 40}" for path in PATHS * 50)
-    expressions = tuple(
-        Expression("target_modules", how, pattern) for how in ("match", "fullmatch")
-    )
+    asked = tuple(Expression("target_modules", how, pattern) for how in ("match", "fullmatch"))
+    known = "matching target_modules takes more than 1 s|target_modules is no"
     try:
-        match_all(expressions, paths)
+        match_all(asked, paths)
     except AdapterError as error:
-        assert re.match(
-            "matching target_modules takes more than 1 s|target_modules is no", str(error)
-        )
+        assert re.match(known, str(error))
     assert time.monotonic() - began < 60  # on a busy machine; it has 1 s of processor time
 
 

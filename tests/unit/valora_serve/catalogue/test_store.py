@@ -18,7 +18,7 @@ from tests.support.serve_helpers import (
     make_bundle,
     make_label_head,
     targets_of,
-)
+)  # fmt: skip
 from valora_data.contract.bundle import GOLDEN, MANIFEST, write_manifest
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.catalogue.store import Store

@@ -24,19 +24,15 @@ def small(*objects):
 
 
 def test_objects_by_class_and_size():
-    made = compare(
-        [
-            fused("a", found("car", 0, 0, 20, 20), found("car", 50, 0, 70, 20)),
-            fused("b", found("bus", 0, 0, 100, 100, confidence=0.9)),
-            fused("c"),
-            fused("only here", found("car", 0, 0, 9, 9)),
-        ],
-        {
-            "a": small(found("car", 1, 0, 20, 20), found("bus", 50, 0, 70, 20)),
-            "b": small(found("bus", 0, 0, 10, 10)),
-            "c": small(),
-        },
-    )
+    asked = [
+        fused("a", found("car", 0, 0, 20, 20), found("car", 50, 0, 70, 20)),
+        fused("b", found("bus", 0, 0, 100, 100, confidence=0.9)), fused("c"),
+        fused("only here", found("car", 0, 0, 9, 9)),
+    ]  # fmt: skip
+    made = compare(asked, {
+        "a": small(found("car", 1, 0, 20, 20), found("bus", 50, 0, 70, 20)),
+        "b": small(found("bus", 0, 0, 10, 10)), "c": small(),
+    })  # fmt: skip
     assert made.images == 3
     assert made.classes == {"car": {"both": 1, "fused": 1}, "bus": {"fused": 1, "small": 2}}
     assert made.sizes == {"small": {"both": 1, "fused": 1, "small": 2}, "large": {"fused": 1}}

@@ -209,18 +209,17 @@ def _fold(
     tiles, blocks = batch.tiles(first.rows), batch.blocks(tiling.rows)
     started = has_dependent_launch(x.device) and tiles_to_launch(tiles, batch, x) > 0
     programs = batch.gpu.processors
-    store = tiling.outputs // 2 if tiling.halves else tiling.outputs
     # Only the first of several projections directly follows the shrink; the others wait for it.
     for p, (y, base, bias) in enumerate(zip(ys, bases, biases, strict=True)):
         start(
             k.many_rows_kernel, programs,
-            TensorDescriptor.from_tensor(y, [tiling.rows, store]),
+            TensorDescriptor.from_tensor(y, [tiling.rows, tiling.outputs]),
             TensorDescriptor.from_tensor(x, [tiling.rows, tiling.inputs]),
             TensorDescriptor.from_tensor(base, [tiling.outputs, tiling.inputs]),
             bias, h, weights.b, weights.b_table, blocks.slot_of_row, blocks.counts, blocks.lists,
             p, places_of(tiles, x), weights.slots, weights.max_rank, len(x),
             y.shape[1] // ALIGNMENT, width // ALIGNMENT, GROUP=8, PROGRAMS=programs,
-            HALVES=tiling.halves, CAPACITY=blocks.capacity, BM=tiling.rows, BN=tiling.outputs,
-            BK=tiling.inputs, RANKS=padded_ranks(weights), PDL=started and p == 0,
-            PRECISION=precision_of(x), num_warps=tiling.warps, num_stages=tiling.stages,
+            CAPACITY=blocks.capacity, BM=tiling.rows, BN=tiling.outputs, BK=tiling.inputs,
+            RANKS=padded_ranks(weights), PDL=started and p == 0, PRECISION=precision_of(x),
+            num_warps=tiling.warps, num_stages=tiling.stages,
         )  # fmt: skip

@@ -115,8 +115,8 @@ def many_rows_kernel(
     y_desc, x_desc, w_desc, bias, h, b, b_table, slot_of_row, counts, lists,
     projection, places, slots, max_rank, M, n8, k8,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    PROGRAMS: tl.constexpr, CAPACITY: tl.constexpr, RANKS: tl.constexpr,
-    HALVES: tl.constexpr, PDL: tl.constexpr, PRECISION: tl.constexpr,
+    PROGRAMS: tl.constexpr, CAPACITY: tl.constexpr, RANKS: tl.constexpr, PDL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute a projection of many rows (a prefill): h·Bᵀ is a few more steps of the sum.
 
@@ -150,11 +150,4 @@ def many_rows_kernel(
             acc, h, b, b_table, slot_of_row, counts, lists, block, block * BM + tl.arange(0, BM),
             M, n, n < N, projection, places, slots, max_rank, CAPACITY, RANKS, PRECISION,
         )  # fmt: skip
-        if HALVES:
-            # Two stores of half the width need half the staging memory: room for one more stage.
-            pair = tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
-            left, right = tl.split(pair)
-            y_desc.store([block * BM, column], left.to(y_desc.dtype))
-            y_desc.store([block * BM, column + BN // 2], right.to(y_desc.dtype))
-        else:
-            y_desc.store([block * BM, column], acc.to(y_desc.dtype))
+        y_desc.store([block * BM, column], acc.to(y_desc.dtype))

@@ -79,7 +79,6 @@ class ProjectTiling:
     stages: int  # steps whose loads are in flight
     fold: bool = False  # expand within the product's sum, not after a shrink beside it
     ahead: int = 2  # steps of W that are fetched before x is ready
-    halves: bool = False  # store the two halves of a tile apart (with `fold` only)
 
 
 Times = list[tuple[float, Tiling]]  # median microseconds of each tiling, the fastest first

@@ -14,7 +14,6 @@ from valora_kernels.metadata import NONE
 from valora_serve.engine.sizing import cost_folder, machine_of
 from valora_serve.errors import ServeError, StoppedError
 from valora_serve.memory.block_manager import Owner
-from valora_serve.memory.residency import Location
 from valora_serve.model.sampler import TokenChoice
 from valora_serve.model.work import Work
 from valora_serve.orchestrator.cost_model import CostModel, StepShape, step_shape
@@ -169,7 +168,7 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
     times = []
     adapters = engine.adapters
     for key in engine.registry.known()[:ADAPTERS]:
-        if adapters.state(key) is Location.RESIDENT:
+        if key in adapters.resident:
             continue
         start = time.perf_counter()
         try:

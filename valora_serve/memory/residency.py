@@ -11,22 +11,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from valora_serve.errors import AdapterError, BusyError, ServeError
 
 if TYPE_CHECKING:
     from valora_serve.memory.block_manager import Owner, PagePool
-
-
-class Location(StrEnum):
-    """Where something is: in its file only, in host memory, on its way, or on the device."""
-
-    FILE = "file"
-    HOST = "host"
-    LOADING = "loading"
-    RESIDENT = "resident"
 
 
 class Copy(Protocol):
@@ -207,14 +197,6 @@ class Residency(Generic[P]):
         self.dropped.discard(key)
         self._removed.discard(key)
 
-    def state(self, key: str) -> Location:
-        """Return where something is."""
-        if key in self.resident:
-            return Location.RESIDENT
-        if key in self.loading:
-            return Location.LOADING
-        return Location.FILE if self._entries[key].packed is None else Location.HOST
-
     def pages(self, key: str) -> int:
         """Return the number of pages that something takes on the device."""
         return self._entries[key].page_count
@@ -265,7 +247,7 @@ class Residency(Generic[P]):
         """Protect something on the device from eviction until it is unpinned as often."""
         entry = self._entries[key]
         if key not in self.resident:
-            raise ValueError(f"{self.kind} {key}: expected a resident one, got {self.state(key)}")
+            raise ValueError(f"{self.kind} {key}: expected one on the device")
         if not entry.users:
             self.budget.mark_used(entry)
         entry.users += 1

@@ -60,7 +60,6 @@ class SimSettings:
     rank_pages: float = 0.25  # pages per unit of an adapter's rank
     slots: int = 4096  # most adapters on the device at a time, those being loaded included
     window: int = 512  # most waiting requests that the policy sees
-    overhead: float = 0.0  # seconds per step that the cost model does not contain
     slo: float = 6.0  # seconds to the first token, for requests without a latency limit
     # Tokens that policies expect of every answer, as of requests with this limit whose answers end
     # by themselves; None if they know how long each answer gets.
@@ -358,7 +357,7 @@ class Machine:
 
     def _step(self, decision: Decision, batch: list[tuple[SimulatedRequest, int]]) -> None:
         shape = step_shape(decision.mode, decision.merged, batch, self.ranks)
-        times, duration = 1, self.cost.step(shape) + self.settings.overhead
+        times, duration = 1, self.cost.step(shape)
         if not shape.prefill and decision.until > self.now and self.trace is None:
             times, duration = self._repeat(batch, duration, decision.until)
         self.now += duration

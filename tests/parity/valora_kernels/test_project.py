@@ -28,7 +28,6 @@ TILINGS = {
     "beside": ProjectTiling(64, 32, 32, 4, 2),
     "beside-tiles": ProjectTiling(16, 16, 64, 4, 2),
     "folded": ProjectTiling(16, 32, 32, 4, 2, fold=True),
-    "folded-halves": ProjectTiling(16, 32, 32, 4, 2, fold=True, halves=True),
     "separate": None,
 }
 INPUTS = [*product([torch.float16, torch.float32], ["uniform", "distinct", "skewed", "none"])]

@@ -19,7 +19,6 @@ from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.errors import AdapterError, BusyError
 from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.memory.block_manager import Owner, PagePool
-from valora_serve.memory.residency import Location
 from valora_serve.memory.unified import GroupSpec, PageShape, UnifiedMemory
 
 GROUPS = (
@@ -344,7 +343,7 @@ class Adapters(RuleBasedStateMachine):
         assert budget.idle_pages == self.pages(idle)
         assert sum(map(len, self.sides.values())) == len(self.known)
         for key in self.known:
-            assert (self.side(key).state(key) is Location.RESIDENT) == (key in resident)
+            assert (key in self.side(key).resident) == (key in resident)
         if self.bound is not None:
             assert budget.held_bytes <= self.bound + self.largest
 
@@ -391,7 +390,7 @@ def test_what_cannot_be_read_again_hits_only_itself():
     adapters.add("good", memory.pack(good), lambda: memory.pack(good))
     adapters.add("bad", memory.pack(bad), read_bad)
     adapters.add("third", memory.pack(make_adapter({"q": 1}, 3)), lambda: memory.pack(bad))
-    assert adapters.state("good") is adapters.state("bad") is Location.FILE
+    assert {"good", "bad"} <= adapters.dropped
     assert adapters.load("good")
     with pytest.raises(AdapterError, match="was changed since"):
         adapters.load("bad")
@@ -402,7 +401,7 @@ def test_what_cannot_be_read_again_hits_only_itself():
     answers["bad"] = missing
     with pytest.raises(AdapterError, match="cannot be read again: no such file"):
         adapters.load("bad")
-    assert adapters.state("bad") is Location.FILE and not adapters.loading
+    assert "bad" in adapters.dropped and not adapters.loading
     answers["bad"] = lambda: memory.pack(bad)
     assert adapters.load("bad") and adapters.ready("bad")
     check_rows(memory, bad, adapters.slot("bad"))

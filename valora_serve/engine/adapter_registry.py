@@ -5,27 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from valora_data.contract.contexts import Memory
 from valora_data.errors import BundleError
 from valora_kernels.metadata import NONE
 from valora_serve.catalogue.adapters import Adapter, read_adapter
 from valora_serve.catalogue.contexts import Context, reread_context
 from valora_serve.catalogue.effect import check_effect
+from valora_serve.catalogue.store import Staged, Store
+from valora_serve.engine.requests import Requests
+from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import AdapterError, QuarantinedError
+from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
+from valora_serve.memory.unified import PackedAdapter, PackedPrefix, UnifiedMemory
+from valora_serve.model.linears import Linears
+from valora_serve.model.lmm import Lmm
 from valora_serve.types import Mode
-
-if TYPE_CHECKING:
-    from valora_data.contract.contexts import Memory
-    from valora_serve.catalogue.store import Staged, Store
-    from valora_serve.engine.requests import Requests
-    from valora_serve.engine.sequence import SequenceState
-    from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
-    from valora_serve.memory.unified import PackedAdapter, PackedPrefix, UnifiedMemory
-    from valora_serve.model.linears import Linears
-    from valora_serve.model.lmm import Lmm
 
 log = logging.getLogger(__name__)
 
@@ -160,16 +157,10 @@ class AdapterRegistry:
             "use another model; loading the adapter again lifts the quarantine"
         )
 
-    def load(
-        self, folder: Path, name: str | None = None, *, decode_only: bool = False
-    ) -> list[str]:
-        """Read, check, pack and register a bundle, or a PEFT adapter under a name; return names."""
-        return self.register(*self.read(folder, name, decode_only=decode_only))
-
     def read(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]:
-        """Do the slow part of `load` in any thread; return the arguments of `register`."""
+        """Read, check and pack a bundle, or a PEFT adapter under a name; for `register`."""
         store = self._store
         if name is None:
             staged = store.stage_bundle(folder)

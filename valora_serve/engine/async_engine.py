@@ -15,17 +15,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from valora_serve.catalogue.contexts import write_context
+from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import RequestError, ServeError, StoppedError
-from valora_serve.types import EngineStats, Finish, Output, Times, failure
-
-if TYPE_CHECKING:
-    from valora_serve.engine.engine import Engine
-    from valora_serve.types import NewContext, Request, ServedModel
+from valora_serve.types import (
+    EngineStats,
+    Finish,
+    NewContext,
+    Output,
+    Request,
+    ServedModel,
+    Times,
+    failure,
+)
 
 log = logging.getLogger(__name__)
 
@@ -279,8 +285,12 @@ class AsyncEngine:
         self, mine: Set[str], prepare: Callable[[], Mapping[str, Prepared | ServeError]]
     ) -> dict[str, ServeError]:
         """Prepare requests and put them in the queue; return why some cannot be, by id."""
+        stopped = self._failed
+        if self._draining:
+            stopped = stopped or "the server is shutting down: ask another one"
+        if stopped is not None:
+            return dict.fromkeys(mine, StoppedError(stopped))
         try:
-            self._check_open()
             found = await self._in(self._preparing, prepare)
             ready = [one for key, one in found.items() if isinstance(one, Prepared) and key in mine]
             refused = await self._await(lambda: self._engine.add_all(ready))
@@ -308,10 +318,6 @@ class AsyncEngine:
                 self._profiler = Profiler(engine)
 
         await self._await(start)
-
-    def _check_open(self) -> None:
-        if self._failed is not None or self._draining:
-            raise StoppedError(self._failed or "the server is shutting down: ask another one")
 
     async def cancel(self, request_id: str) -> bool:
         return await self._await(partial(self._engine.cancel, request_id))

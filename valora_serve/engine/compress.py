@@ -15,6 +15,7 @@ import torch
 from valora_data.contract.contexts import (
     MEMORY_TOKENS,
     PREFIX,
+    Encoder,
     Memory,
     around_memory,
     head_text,
@@ -23,17 +24,16 @@ from valora_data.contract.contexts import (
 from valora_data.errors import BundleError, DataError
 from valora_data.wording import plural
 from valora_serve.catalogue.contexts import MEMORY_FILE
+from valora_serve.catalogue.store import Store
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import AdapterError, RequestError, ServeError, TooLongError
 from valora_serve.model.heads import EMBEDDING, EmbeddingHead
+from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import PLACEHOLDER, MemoryTokens, Prompt
 from valora_serve.types import NewContext, Output, Request
 
 if TYPE_CHECKING:
-    from valora_data.contract.contexts import Encoder
     from valora_data.contract.manifest import ContextEntry
-    from valora_serve.catalogue.store import Store
-    from valora_serve.model.lmm import Lmm
 
 
 FIRST = 4  # tokens always kept, as every later token attends to them (StreamingLLM, 2023)

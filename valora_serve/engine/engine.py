@@ -14,10 +14,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,7 +34,14 @@ from valora_serve.engine.images import ImageEncoder
 from valora_serve.engine.preprocessing import Preprocessing
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
-from valora_serve.engine.settings import BY_MATRIX, FP8, LAZY, NF4_PACKED, UNMERGEABLE
+from valora_serve.engine.settings import (
+    BY_MATRIX,
+    FP8,
+    LAZY,
+    NF4_PACKED,
+    UNMERGEABLE,
+    EngineSettings,
+)
 from valora_serve.engine.tuning import make_tuning
 from valora_serve.engine.warm_up import WarmUp
 from valora_serve.engine.workers import Workers
@@ -45,33 +53,26 @@ from valora_serve.model.heads import HeadLogits, launch_heads
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
-from valora_serve.model.sampler import BROKEN
-from valora_serve.model.work import Work
+from valora_serve.model.sampler import BROKEN, StepLogprobs
+from valora_serve.model.work import StepResult, Work
 from valora_serve.orchestrator.cost_model import CostModel, load_or_estimate
 from valora_serve.orchestrator.decision import Decision, StepLimits, View, window
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
+from valora_serve.parallel.group import Group
 from valora_serve.tokens import text_and_bytes
 from valora_serve.types import (
     EngineStats,
     Finish,
     Logprob,
     Mode,
+    NewContext,
     Output,
     Request,
     Times,
     TokenLogprobs,
     Usage,
 )
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from valora_serve.engine.settings import EngineSettings
-    from valora_serve.model.sampler import StepLogprobs
-    from valora_serve.model.work import StepResult
-    from valora_serve.parallel.group import Group
-    from valora_serve.types import NewContext
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ class Engine:
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self.shared_passes = self.non_finite = 0
         self.finished: Counter[str] = Counter()  # by the value of `Finish`
-        terms = sizing.lora_terms(self._modes)
+        most = {Mode.MERGED: 0, Mode.UNMERGED: 1, Mode.MIXTURE: 2}  # LoRA terms of a row
+        terms = list(range(max(most[mode] for mode in self._modes) + 1))
         self.start_up = WarmUp(terms, lazy=settings.capture == LAZY)
         self.workers: Workers | None = None  # of a tensor-parallel group, in rank 0
         # Makes a context in which the end of a process of the group is told as such.
@@ -226,7 +228,18 @@ class Engine:
 
         # Steps, and what decides them
         with self.start_up.phase("attention"):
-            self.runner = self._make_runner(group)
+            self.runner = ModelRunner(
+                lmm,
+                KVCache(self.memory.kv, settings.block_size, lmm.heads),
+                self.adapters,
+                backend=settings.attention,
+                max_tokens=settings.max_tokens,
+                max_requests=settings.max_requests,
+                max_adapters=settings.max_adapters,
+                sizes=sizing.graph_sizes(settings, self.device),
+                left=self.start_up.left,
+                group=group,
+            )
         self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
         self._text_of = functools.cache(partial(text_and_bytes, self._preprocessing.tokenizer))
         self.cost = cost_model or load_or_estimate(
@@ -247,35 +260,24 @@ class Engine:
         packed = settings.quantize == NF4_PACKED
         quantize = NF4 if packed or settings.quantize == NF4 else None
         device = group.device if group else sizing.find_device(settings)
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        dtype = dtype if settings.dtype == "auto" else settings.dtype
         return Lmm.load(
-            settings.base, sizing.find_dtype(settings.dtype, device), device, quantize,
+            settings.base, getattr(torch, dtype), device, quantize,
             fp8=settings.quantize == FP8, packed=packed, group=group,
             lora=settings.lora_parallel,
         )  # fmt: skip
-
-    def _make_runner(self, group: Group | None) -> ModelRunner:
-        settings, lmm = self.settings, self.lmm
-        return ModelRunner(
-            lmm,
-            KVCache(self.memory.kv, settings.block_size, lmm.heads),
-            self.adapters,
-            backend=settings.attention,
-            max_tokens=settings.max_tokens,
-            max_requests=settings.max_requests,
-            max_adapters=settings.max_adapters,
-            sizes=sizing.graph_sizes(settings, self.device),
-            left=self.start_up.left,
-            group=group,
-        )
 
     # ------------------------------------------------------------------ before requests come
 
     def load(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> list[str]:
-        """Load a bundle, or an adapter under a name; see `AdapterRegistry.load`."""
+        """Load a bundle, or a PEFT adapter under a name; return what requests can name."""
         with self.start_up.phase("adapters"):
-            return self.registry.load(folder, name, decode_only=decode_only)
+            return self.registry.register(
+                *self.registry.read(folder, name, decode_only=decode_only)
+            )
 
     def interrupt_start(self) -> None:
         """End `warm_up` after what it prepares now; may be called from any thread."""

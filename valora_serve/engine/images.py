@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from valora_kernels.metadata import NONE
+from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import ImageError, StoppedError
-
-if TYPE_CHECKING:
-    from valora_serve.engine.sequence import SequenceState
-    from valora_serve.memory.adapter_memory import AdapterMemory
-    from valora_serve.model.prompt import MemoryTokens, Visual, VisualFeatures
-    from valora_serve.model.runner import ModelRunner
+from valora_serve.memory.adapter_memory import AdapterMemory
+from valora_serve.model.prompt import MemoryTokens, Visual, VisualFeatures
+from valora_serve.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 

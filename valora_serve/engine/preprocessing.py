@@ -6,25 +6,21 @@ import copy
 import hashlib
 import time
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import Any
 
 from valora_data.wording import plural
+from valora_serve.catalogue.contexts import Context
+from valora_serve.engine.adapter_registry import AdapterRegistry
+from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import RequestError, TooLongError
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import EMBEDDING, check_visual
+from valora_serve.model.lmm import Lmm
 from valora_serve.model.sampler import TokenCounts, bias_arrays, make_generator
 from valora_serve.orchestrator.decision import RequestView
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from valora_serve.catalogue.contexts import Context
-    from valora_serve.engine.adapter_registry import AdapterRegistry
-    from valora_serve.engine.requests import Requests
-    from valora_serve.engine.settings import EngineSettings
-    from valora_serve.model.lmm import Lmm
-    from valora_serve.types import Request, SamplingParams, ServedModel
+from valora_serve.types import Request, SamplingParams, ServedModel
 
 
 class Preprocessing:
@@ -126,7 +122,9 @@ class Preprocessing:
         due = self._settings.policy_settings.due(view)
         if due is not None:
             view.latency_limit = due - now
-        tenant = tenant_key(request.cache_salt)
+        # What keys in the prefix and image caches begin with.
+        salt = request.cache_salt
+        tenant = b"" if salt is None else hashlib.sha256(b"tenant|" + salt.encode()).digest()
         memory = b"" if context is None or prefix is None else bytes.fromhex(context.content)
         return SequenceState(
             request=request,
@@ -194,8 +192,3 @@ class Preprocessing:
             # Names of the same content have accounts of their own.
             return model.name if model.kind == "adapter" else self._registry.name(adapter)
         return None
-
-
-def tenant_key(cache_salt: str | None) -> bytes:
-    """Return what the keys of a request in the prefix and image caches begin with; often empty."""
-    return b"" if cache_salt is None else hashlib.sha256(b"tenant|" + cache_salt.encode()).digest()

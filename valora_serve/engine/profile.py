@@ -6,11 +6,11 @@ import logging
 import statistics
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from valora_kernels.metadata import NONE
+from valora_serve.engine.engine import Engine
 from valora_serve.engine.sizing import cost_folder, machine_of
 from valora_serve.errors import ServeError, StoppedError
 from valora_serve.memory.block_manager import Owner
@@ -19,9 +19,6 @@ from valora_serve.model.work import Work
 from valora_serve.orchestrator.cost_model import CostModel, StepShape, step_shape
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Mode, SamplingParams
-
-if TYPE_CHECKING:
-    from valora_serve.engine.engine import Engine
 
 log = logging.getLogger(__name__)
 

@@ -6,15 +6,13 @@ import heapq
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import ServeError
-
-if TYPE_CHECKING:
-    from valora_serve.engine.sequence import SequenceState
-    from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
-    from valora_serve.memory.block_manager import BlockManager
-    from valora_serve.orchestrator.decision import RequestView
+from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
+from valora_serve.memory.block_manager import BlockManager
+from valora_serve.orchestrator.decision import RequestView
 
 LOOK_AHEAD: Final = 256  # waiting requests whose prefixes are loaded before it is their turn
 

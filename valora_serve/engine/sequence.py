@@ -5,31 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Generator, Tensor
 
+from valora_data.contract.head import Head
 from valora_kernels.metadata import NONE
+from valora_serve.catalogue.store import ResolvedModel
 from valora_serve.errors import RequestError
+from valora_serve.memory.adapter_memory import AdapterMemory
+from valora_serve.memory.block_manager import ImageSpan
+from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import HeadRequest
-from valora_serve.model.sampler import TokenChoice
+from valora_serve.model.lmm import Lmm
+from valora_serve.model.prompt import Prompt, VisualFeatures
+from valora_serve.model.sampler import Bias, StepLogprobs, TokenChoice, TokenCounts
 from valora_serve.model.work import Work
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Finish, PromptLogprobs, Request
-
-if TYPE_CHECKING:
-    from torch import Generator, Tensor
-
-    from valora_data.contract.head import Head
-    from valora_serve.catalogue.store import ResolvedModel
-    from valora_serve.memory.adapter_memory import AdapterMemory
-    from valora_serve.memory.block_manager import ImageSpan
-    from valora_serve.model.detokenizer import Detokenizer
-    from valora_serve.model.lmm import Lmm
-    from valora_serve.model.prompt import Prompt, VisualFeatures
-    from valora_serve.model.sampler import Bias, StepLogprobs, TokenCounts
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ import logging
 import os
 import platform
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,13 +15,10 @@ from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
 from valora_serve.engine.settings import EngineSettings, cache_folder
 from valora_serve.errors import ServeError, SettingsError
+from valora_serve.memory.unified import PageShape
+from valora_serve.model.lmm import Lmm
 from valora_serve.model.work import DECODE, PROMPT, VISION
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES
-from valora_serve.types import Mode
-
-if TYPE_CHECKING:
-    from valora_serve.memory.unified import PageShape
-    from valora_serve.model.lmm import Lmm
 
 log = logging.getLogger(__name__)
 
@@ -67,14 +63,6 @@ def find_device(settings: EngineSettings, rank: int = 0) -> torch.device:
         ) from error
 
 
-def find_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of this name; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def limit_host_threads(device: torch.device) -> None:
     """Let torch's operators use few cores of the host, unless OMP_NUM_THREADS says how many.
 
@@ -98,13 +86,6 @@ def cost_folder(settings: EngineSettings) -> Path:
     """Return the folder of measured costs."""
     folder = settings.cost_folder
     return Path(folder) if folder else cache_folder() / "costs"
-
-
-def tiling_file(settings: EngineSettings, gpu: str) -> Path:
-    """Return the file of the tilings measured on GPUs of a name."""
-    folder = settings.tiling_folder
-    name = gpu.lower().replace(" ", "_").replace("/", "_")
-    return (Path(folder) if folder else cache_folder() / "tilings") / f"{name}.json"
 
 
 def context_length(settings: EngineSettings, lmm: Lmm) -> int:
@@ -132,12 +113,6 @@ def graph_sizes(settings: EngineSettings, device: torch.device) -> dict[str, Seq
         return {DECODE: fitting}
     last = bisect_left(PROMPT_SIZES, settings.max_tokens)  # it holds any step
     return {DECODE: fitting, PROMPT: PROMPT_SIZES[: last + 1], VISION: IMAGE_COUNTS}
-
-
-def lora_terms(modes: Collection[Mode]) -> list[int]:
-    """Numbers of LoRA terms of a row in these modes; a second one is against the merged adapter."""
-    most = {Mode.MERGED: 0, Mode.UNMERGED: 1, Mode.MIXTURE: 2}
-    return list(range(max(most[mode] for mode in modes) + 1))
 
 
 def beside_weights(settings: EngineSettings, width: int, vocabulary: int) -> int:

@@ -6,15 +6,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from valora_serve.errors import StoppedError
+from valora_serve.model.runner import ModelRunner
 from valora_serve.model.work import KERNELS, Preparation
-
-if TYPE_CHECKING:
-    from valora_serve.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 

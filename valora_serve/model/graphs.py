@@ -10,22 +10,28 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from valora_kernels.metadata import LoraBatch
 from valora_serve.model.attention.base import FixedAttentionPlan, Rows, pinned
+from valora_serve.model.lmm import VisualRows
 from valora_serve.model.sampler import finite_rows
-from valora_serve.model.work import CROWDED, DECODE, PROMPT, Preparation
+from valora_serve.model.work import (
+    CROWDED,
+    DECODE,
+    PROMPT,
+    LoraTerms,
+    Preparation,
+    StepResources,
+    Work,
+)
 
-if TYPE_CHECKING:
-    from valora_kernels.metadata import LoraBatch
-    from valora_serve.model.lmm import VisualRows
-    from valora_serve.model.work import LoraTerms, StepResources, Work
+Replay: TypeAlias = Callable[[], None]
 
-    Replay: TypeAlias = Callable[[], None]
 
 G = TypeVar("G")
 

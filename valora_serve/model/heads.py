@@ -14,7 +14,7 @@ import torch
 from valora_data.contract.head import Head
 from valora_data.contract.results import HeadResult
 from valora_serve.errors import NonFiniteError, RequestError, ServeError
-from valora_serve.model.attention.base import to_host
+from valora_serve.model.attention.base import to_device, to_host
 from valora_serve.model.sampler import finite_rows
 
 log = logging.getLogger(__name__)
@@ -177,13 +177,7 @@ def _rows(item: HeadRequest) -> torch.Tensor:
         mask = item.visual.cpu()
         visual = hidden
         if not bool(mask.all()):
-            visual = hidden[_on_device(torch.nonzero(mask).flatten(), hidden)]
-    places = None if item.places is None else _on_device(item.places, hidden)
+            visual = hidden[to_device(torch.nonzero(mask).flatten().numpy(), hidden.device)]
+    places = None if item.places is None else to_device(item.places.numpy(), hidden.device)
     last = hidden[-item.head.last_tokens :]
     return item.head.inputs(last, visual, places if item.head.reads_places else None)
-
-
-def _on_device(indices: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Copy indices to the device of a tensor without waiting."""
-    indices = indices.pin_memory() if like.is_cuda else indices
-    return indices.to(like.device, non_blocking=True)

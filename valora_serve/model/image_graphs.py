@@ -6,21 +6,16 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from valora_data.models.base import IMAGE, PIXELS
 from valora_serve.model.attention.base import to_device
-from valora_serve.model.graphs import Graphs
-from valora_serve.model.prompt import VisualFeatures
-from valora_serve.model.work import VISION
-
-if TYPE_CHECKING:
-    from valora_serve.model.graphs import GraphRecorder, Replay
-    from valora_serve.model.prompt import Visual
-    from valora_serve.model.work import StepResources
+from valora_serve.model.graphs import GraphRecorder, Graphs, Replay
+from valora_serve.model.prompt import Visual, VisualFeatures
+from valora_serve.model.work import VISION, StepResources
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,14 +24,12 @@ from valora_data.contract.quantized import shape_of
 from valora_data.models.base import LLAMA, LinearNames
 from valora_kernels.launching import ALIGNMENT
 from valora_kernels.merge import MergeableWeights
+from valora_kernels.metadata import LoraBatch
 from valora_kernels.operators import ATMM, operator
 from valora_kernels.project import add_projection, linear
+from valora_kernels.weights import LoraWeights
 from valora_serve.memory.unified import GroupSpec
-
-if TYPE_CHECKING:
-    from valora_kernels.metadata import LoraBatch
-    from valora_kernels.weights import LoraWeights
-    from valora_serve.parallel.group import Group
+from valora_serve.parallel.group import Group
 
 
 class LoraScope:

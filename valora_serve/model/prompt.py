@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from valora_data.contract.base_model import BaseModel
 from valora_data.contract.contexts import (
     ADAPTER,
     MEMORY_TOKENS,
@@ -19,16 +21,13 @@ from valora_data.contract.contexts import (
 )
 from valora_data.contract.label_head import places_of
 from valora_data.models.base import IMAGE, PIXELS, VIDEO
+from valora_serve.catalogue.contexts import Context
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.memory.block_manager import ImageSpan
+from valora_serve.types import Request
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-    from torch import Tensor
-
-    from valora_data.contract.base_model import BaseModel
-    from valora_serve.catalogue.contexts import Context
-    from valora_serve.types import Request
 
 
 PLACEHOLDER = 0  # stands for a token of a context, whose embedding is replaced or not needed

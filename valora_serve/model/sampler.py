@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from valora_serve.types import SamplingParams
+from valora_serve.types import SamplingParams
 
-    Bias = tuple[NDArray[np.int64], NDArray[np.float32]]
+Bias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 
 BROKEN = -1  # stands for a token that was chosen from logits that are not finite

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,11 @@ from valora_data.contract.base_model import base_folder
 from valora_data.models.base import ModelPart
 from valora_data.models.registry import architecture_of, empty_model, family_of
 from valora_kernels import two_steps
+from valora_kernels.metadata import LoraBatch
 from valora_kernels.weights import LoraWeights
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
+from valora_serve.memory.unified import GroupSpec
 from valora_serve.model.linears import LinearGroup, LoraScope
 from valora_serve.parallel.group import Group
 from valora_serve.parallel.partition import (
@@ -35,10 +37,6 @@ from valora_serve.parallel.partition import (
     Slice,
     partition,
 )
-
-if TYPE_CHECKING:
-    from valora_kernels.metadata import LoraBatch
-    from valora_serve.memory.unified import GroupSpec
 
 HEAD = "lm_head"  # path of the output layer
 

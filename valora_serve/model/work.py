@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from valora_serve.memory.adapter_memory import AdapterMemory
-    from valora_serve.model.attention.base import AttentionBackend, KVCache
-    from valora_serve.model.lmm import Lmm
-    from valora_serve.model.prompt import VisualFeatures
-    from valora_serve.model.sampler import StepLogprobs, TokenChoice
+from valora_serve.memory.adapter_memory import AdapterMemory
+from valora_serve.model.attention.base import AttentionBackend, KVCache
+from valora_serve.model.lmm import Lmm
+from valora_serve.model.prompt import VisualFeatures
+from valora_serve.model.sampler import StepLogprobs, TokenChoice
 
 
 @dataclass(slots=True)

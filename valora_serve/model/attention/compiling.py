@@ -7,10 +7,8 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from valora_serve.model.attention.base import AttentionBackend
+from valora_serve.model.attention.base import AttentionBackend
 
 log = logging.getLogger(__name__)
 

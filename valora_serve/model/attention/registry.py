@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from valora_data.registry import Registry
 from valora_data.wording import first_line
 from valora_serve.errors import SettingsError
-
-if TYPE_CHECKING:
-    from valora_serve.model.attention.base import AttentionBackend, KVCache
+from valora_serve.model.attention.base import AttentionBackend, KVCache
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from tests.support.attention_cases import check_steps
 from valora_serve.model.attention.base import KVCache, Rows
 from valora_serve.model.attention.registry import make_backend
 
@@ -109,14 +108,3 @@ def test_mixes_of_decoding_and_prompts(heads, kv_heads, kind):
             found = out[:used]
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(cache[0][:, 1:], cache[1][:, 1:])  # page 0 takes padding
-
-
-@pytest.mark.parametrize("width", [128, 256])
-@pytest.mark.parametrize("heads", [(8, 4), (4, 1)])
-@pytest.mark.parametrize("seed", range(6))
-def test_images_whose_tokens_see_each_other(seed, heads, width):
-    """Prompts in random steps, some of which hold images, against dense attention."""
-    check_steps(
-        "flashinfer", seed, heads=heads, width=width, block_size=16, dtype=torch.bfloat16,
-        device="cuda", tolerance=2e-2,
-    )  # fmt: skip

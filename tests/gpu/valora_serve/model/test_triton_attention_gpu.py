@@ -100,9 +100,12 @@ def test_flashinfer_agrees():
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("heads", [(8, 4), (4, 1)])
 @pytest.mark.parametrize("seed", range(6))
-def test_images_whose_tokens_see_each_other(seed, heads, width):
+@pytest.mark.parametrize("backend", ["triton", "flashinfer"])
+def test_images_whose_tokens_see_each_other(backend, seed, heads, width):
     """Prompts in random steps, some of which hold images, against dense attention."""
+    if backend == "flashinfer":
+        pytest.importorskip("flashinfer")
     check_steps(
-        "triton", seed, heads=heads, width=width, block_size=16, dtype=torch.bfloat16,
+        backend, seed, heads=heads, width=width, block_size=16, dtype=torch.bfloat16,
         device="cuda", tolerance=2e-2,
     )  # fmt: skip

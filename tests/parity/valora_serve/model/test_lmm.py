@@ -6,7 +6,7 @@ from itertools import pairwise, product
 import pytest
 from transformers import AutoTokenizer
 
-from tests.parity.valora_serve.engine.test_engine import Forced
+from tests.parity.valora_serve.engine.test_engine import Forced, check
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Reference,
@@ -125,12 +125,7 @@ def test_greedy_tokens_are_those_of_generate(family, base, adapters, reference, 
     requests = requests_of(family, [None, "all", "text"])
     engine = make_engine(base, adapters, fresh=True, chunk=chunk, policy=policy)
     found = run(engine, requests)
-    wrong = {
-        request.id: (found[request.id].tokens, reference(request).tokens, found[request.id].error)
-        for request in requests
-        if found[request.id].tokens != reference(request).tokens
-    }
-    assert not wrong
+    check(found, requests, reference)
     answers = {tuple(got.tokens) for got in found.values()}
     assert len(answers) == len(requests)  # every prompt and every adapter makes a difference
     assert_empty(engine)

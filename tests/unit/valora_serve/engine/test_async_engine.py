@@ -27,6 +27,14 @@ async def outputs_of(engine, request):
     return found[request.id]
 
 
+async def until(done):
+    for _ in range(500):
+        if done():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it has not come to that")
+
+
 def served(base, adapters, body, **settings):
     """Run a coroutine with an engine behind an event loop, then close the engine."""
     inner = make_engine(base, adapters, **settings)
@@ -112,11 +120,7 @@ def test_closing_the_iterator_cancels(base, adapters):
         with pytest.raises(asyncio.CancelledError):
             await task
         # The engine's thread counts it first, and frees the id when its output is delivered.
-        for _ in range(500):
-            if not engine._queues:
-                break
-            await asyncio.sleep(0.002)
-        assert not engine._queues
+        await until(lambda: not engine._queues)
         assert inner.stats().finished["cancelled"] == 2
         assert await engine.cancel("task") is False
         assert_empty(inner)
@@ -144,11 +148,7 @@ def test_a_failure_of_the_engine_fails_everybody(base, adapters, books):
             assert last.finish is Finish.ERROR
             assert isinstance(last.error, StoppedError)
             assert "device lost" in str(last.error)
-        for _ in range(500):
-            if not engine._thread.is_alive():
-                break
-            await asyncio.sleep(0.002)
-        assert not engine.healthy
+        await until(lambda: not engine.healthy)
         got = await outputs_of(engine, question("late"))
         assert isinstance(got.error, StoppedError)
         with pytest.raises(StoppedError):

@@ -64,7 +64,7 @@ class Running:
     @property
     def inside(self):
         """Requests that the server has let in and not answered yet."""
-        return self.service._admission.inside
+        return self.service.admission.inside
 
     def stop(self):
         self.server.should_exit = True

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import time
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,25 +24,19 @@ T = TypeVar("T")
 NAMED = 20  # names that an error lists
 
 
+@dataclass(eq=False)
 class Service:
     """Sends the requests of all endpoints to the engine."""
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        admission: Admission,
-        metrics: Metrics,
-        tracer: Tracer,
-        share_by: str = "none",
-        cache_sharing: str = "key",
-        samples: Samples | None = None,
-    ) -> None:
-        self.engine = engine
-        self._admission = admission
-        self._metrics = metrics
-        self._tracer = tracer
-        self._share_by, self._cache_sharing = share_by, cache_sharing
-        self._samples = samples
+    engine: EngineClient
+    admission: Admission
+    metrics: Metrics
+    tracer: Tracer
+    share_by: str = "none"
+    cache_sharing: str = "key"
+    samples: Samples | None = None
+
+    def __post_init__(self) -> None:
         self._models: dict[str, ServedModel] = {}
         self._changes: set[asyncio.Task[Any]] = set()
         self._hidden: set[str] = set()
@@ -114,7 +108,7 @@ class Service:
 
     def deadline(self, name: str, wanted: float | None) -> float | None:
         """Deadline of a request in seconds, None for none."""
-        return self._admission.deadline(name, wanted)
+        return self.admission.deadline(name, wanted)
 
     @contextlib.contextmanager
     def admitted(self, model: ServedModel, requests: Sequence[Request]) -> Iterator[Ticket]:
@@ -122,22 +116,23 @@ class Service:
         if not self.engine.healthy:
             raise StoppedError("The engine has stopped: see the server's log")
         client, count, deadline = self._client(model), len(requests), requests[0].deadline
-        self._admission.enter(model.name, self.engine.stats().running, deadline, count, client)
-        ticket = Ticket(self._admission, model, count, client)
+        self.admission.enter(model.name, self.engine.stats().running, deadline, count, client)
+        ticket = Ticket(self.admission, model, client, count)
         try:
             yield ticket
         finally:
-            ticket.give_back()
+            while ticket.left:
+                ticket.leave(None)
 
     def _client(self, model: ServedModel) -> str:
-        """Who has a share of the machine for a request, as in `Preprocessing`; "" if nobody has."""
-        if self._share_by == "adapter":
+        """Who has a share of the machine for a request; "" if nobody has."""
+        if self.share_by == "adapter":
             return model.adapter or "base"
-        return (caller.get() or "") if self._share_by == "key" else ""
+        return (caller.get() or "") if self.share_by == "key" else ""
 
     def _cache_salt(self, salt: str | None) -> str | None:
         """Return what requests share cached prompts and images by, from a request's own salt."""
-        key, sharing = caller.get(), self._cache_sharing
+        key, sharing = caller.get(), self.cache_sharing
         if sharing == "all" or (sharing == "salt" and salt is not None):
             key = None
         return None if key is None and salt is None else repr((key, salt))
@@ -157,7 +152,7 @@ class Service:
         text, last = "", None
         answering = answering or self.engine.generate(self._sent(request, stream=stream))
         try:
-            with self._tracer.span(name, headers) as ended:
+            with self.tracer.span(name, headers) as ended:
                 async for output in answering:
                     tokens_at += [time.monotonic()] * len(output.token_ids)
                     if isinstance(output.error, UnknownModelError):  # which lists all names
@@ -174,9 +169,9 @@ class Service:
                             tokens_at = _spread(output.times, len(tokens_at))
                         ended(output)
                         for one in {name, *(adapter for adapter, _ in request.adapters)}:
-                            self._metrics.ended(one, output, tokens_at)
-                        if self._samples is not None:
-                            self._samples.offer(ticket.model, request, output)
+                            self.metrics.ended(one, output, tokens_at)
+                        if self.samples is not None:
+                            self.samples.offer(ticket.model, request, output)
                     yield output
                 if last is None:
                     raise StoppedError("The engine stopped while it answered: try again")
@@ -187,7 +182,7 @@ class Service:
     def _sent(self, request: Request, *, stream: bool) -> Request:
         """A request as the engine gets it: with who asks, and whom it shares caches with."""
         salt = self._cache_salt(request.cache_salt)
-        return dataclasses.replace(request, client=caller.get(), cache_salt=salt, stream=stream)
+        return replace(request, client=caller.get(), cache_salt=salt, stream=stream)
 
     async def ask_together(
         self, asked: Sequence[tuple[Ticket, Request]], headers: Mapping[str, str]
@@ -197,7 +192,7 @@ class Service:
         found: dict[str, list[Output]] = {request.id: [] for _, request in asked}
 
         async def collect() -> None:
-            stream = self.engine.generate(dataclasses.replace(first, also=tuple(others)))
+            stream = self.engine.generate(replace(first, also=tuple(others)))
             async with contextlib.aclosing(stream) as outputs:
                 async for output in outputs:
                     found[output.id].append(output)
@@ -225,7 +220,7 @@ class Service:
 
 def without_folder(model: ServedModel) -> ServedModel:
     """A model as clients see it: named without folders of this machine, which nobody needs."""
-    return dataclasses.replace(
+    return replace(
         model,
         name=last_part(model.name),
         root=last_part(model.root),
@@ -252,30 +247,25 @@ def domain_of(domains: Mapping[str, ServedModel], name: str) -> ServedModel:
     return domains[name]
 
 
+@dataclass(eq=False)
 class Ticket:
-    """Requests that were admitted together."""
+    """Requests that were admitted together, of which `left` have not finished."""
 
-    def __init__(self, admission: Admission, model: ServedModel, count: int, client: str) -> None:
-        self.model = model
-        self._client = client
-        self._admission = admission
-        self._left = count
+    admission: Admission
+    model: ServedModel
+    client: str
+    left: int
 
     def leave(self, times: Times | None) -> None:
         """Count one request as finished; `times` is None if it failed."""
-        if self._left:
-            self._left -= 1
-            self._admission.leave(self.model.name, times, time.monotonic(), self._client)
-
-    def give_back(self) -> None:
-        """Count all requests that are left as failed."""
-        while self._left:
-            self.leave(None)
+        if self.left:
+            self.left -= 1
+            self.admission.leave(self.model.name, times, time.monotonic(), self.client)
 
 
 def joined(outputs: Sequence[Output]) -> Output:
     """The outputs of an answer as one."""
-    return dataclasses.replace(
+    return replace(
         outputs[-1],
         text="".join(one.text for one in outputs),
         logprobs=tuple(item for one in outputs for item in one.logprobs),

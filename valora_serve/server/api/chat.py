@@ -77,15 +77,15 @@ async def _bundle_answer(
     if len(videos) > 1 or any(isinstance(part, schema.OtherPart) for part in parts):
         raise RequestError(f"{body.model} is a bundle: send images, or one video, and text")
     video = videos[0] if videos else None
-    fields = schema.LookRequest.model_construct(  # what is in it is checked
-        domains=[str(body.model)], images=images,
+    fields = schema.VisionRequest.model_construct(  # what is in it is checked
+        images=images,
         frames=getattr(video, "frames", []), video=getattr(video, "video_url", None),
         min_score=body.valora.min_score, deadline=body.valora.deadline,
         prompt="\n".join(part.text for part in parts if isinstance(part, schema.TextPart)) or None,
         max_tokens=body.max_completion_tokens or body.max_tokens, cache_salt=body.cache_salt,
         store=body.store in (None, True),
     )  # fmt: skip
-    found = await looked(context, http, fields, since, own_prompts=True)
+    found = await looked(context, http, fields, [str(body.model)], since, own_prompts=True)
     used = [one.usage for one in found.values() if isinstance(one, schema.VisionAnswer)]
     said = {name: one.model_dump(mode="json", exclude_none=True) for name, one in found.items()}
     answer = schema.AnswerMessage(content=json.dumps(said, ensure_ascii=False))

@@ -190,8 +190,10 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
 
 def counted(prompt: int, completion: int, **details: Any) -> UsageAnswer:
     """Token counts with their sum."""
-    fields: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
-    return UsageAnswer(**fields, total_tokens=prompt + completion, **details)
+    total = prompt + completion
+    return UsageAnswer(
+        prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, **details
+    )
 
 
 def _about_all(lasts: Sequence[Output]) -> Output:

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     AfterValidator,
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -133,10 +132,17 @@ _Media = Annotated[MediaUrl, BeforeValidator(_url, json_schema_input_type=Url | 
 
 
 class TextPart(OpenBody):
-    """Text in a message, or an earlier refusal of the assistant."""
+    """Text in a message."""
 
-    type: Literal["text", "input_text", "output_text", "refusal"]
-    text: Text = Field(validation_alias=AliasChoices("text", "refusal"))
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+
+
+class RefusalPart(TextPart):
+    """An earlier refusal of the assistant."""
+
+    type: Literal["refusal"]  # type: ignore[assignment]
+    text: Text = Field(alias="refusal")
 
 
 class ImagePart(OpenBody):
@@ -167,7 +173,8 @@ class OtherPart(OpenBody):
 
 
 ContentPart = Annotated[
-    TextPart | ImagePart | VideoPart | FramesPart | OtherPart, Field(discriminator="type")
+    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart | OtherPart,
+    Field(discriminator="type"),
 ]
 _Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
 

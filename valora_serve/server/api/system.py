@@ -16,8 +16,7 @@ from pydantic import Field, create_model
 from starlette.responses import FileResponse, Response
 
 from valora_serve.errors import GoneError
-from valora_serve.server.access.rules import Access, allow
-from valora_serve.server.api.common import answer
+from valora_serve.server.access.rules import JSON, Access, allow
 from valora_serve.server.api.schema import ResponseBody, fields_of
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part
@@ -113,10 +112,8 @@ def router(context: ServerContext) -> APIRouter:
     )
     @allow(Access.OPEN, any_host=True)
     async def health() -> Response:
-        if engine.healthy:
-            return answer(Health(status="ok"))
-        failed = Health(status="failed").model_dump_json()
-        return Response(failed, 503, media_type="application/json")
+        told = Health(status="ok" if engine.healthy else "failed").model_dump_json()
+        return Response(told, 200 if engine.healthy else 503, media_type=JSON)
 
     @routes.get("/version", summary="Versions of the server and its libraries")
     @allow(Access.OPEN)
@@ -142,18 +139,14 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get("/v1/status", summary="State of the engine")
     @allow(Access.KEYED, tells_all=True)
     async def status() -> Status:
-        replicas = engine.replicas()
-        stats = engine.stats() if replicas is None else total(list(replicas.values()))
+        found = engine.replicas()
+        stats = engine.stats() if found is None else total(list(found.values()))
+        each = {name: EngineStatus(**_facts(one)) for name, one in (found or {}).items()}
         return Status(
-            **_facts(stats),
-            ready=engine.healthy,
-            base=last_part(engine.base),
-            memory_bytes=memory_bytes(),
-            uptime_seconds=time.monotonic() - context.started,
-            replicas={n: EngineStatus(**_facts(one)) for n, one in replicas.items()}
-            if replicas is not None
-            else None,
-        )
+            **_facts(stats), ready=engine.healthy, base=last_part(engine.base),
+            memory_bytes=memory_bytes(), uptime_seconds=time.monotonic() - context.started,
+            replicas=None if found is None else each,
+        )  # fmt: skip
 
     @routes.api_route("/v2", methods=_METHODS, include_in_schema=False)
     @routes.api_route("/v2/{path:path}", methods=_METHODS, include_in_schema=False)

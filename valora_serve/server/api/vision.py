@@ -72,10 +72,9 @@ def router(context: ServerContext) -> APIRouter:
     async def vision(
         request: Request, domain: Annotated[str, Path(description="name of a domain")]
     ) -> Response:
-        since, model = time.monotonic(), domain_of(context.service.domains(), domain)
+        since, name = time.monotonic(), domain_of(context.service.domains(), domain).name
         fields = await _fields(request, context, schema.VisionRequest)
-        answers = await _asked(context, request, fields, [model], {}, since)
-        return answer(answers[model.name])
+        return answer((await looked(context, request, fields, [name], since))[name])
 
     @routes.post(
         "/v1/vision",
@@ -87,7 +86,8 @@ def router(context: ServerContext) -> APIRouter:
     async def look(request: Request) -> Response:
         since = time.monotonic()
         fields = await _fields(request, context, schema.LookRequest)
-        found = await looked(context, request, fields, since)
+        names = _every(context, fields) if fields.domains == "*" else fields.domains
+        found = await looked(context, request, fields, names, since)
         identity, seconds = f"vision-{new_id()}", time.monotonic() - since
         made = {"id": identity, "created": int(time.time()), "domains": found, "seconds": seconds}
         return answer(schema.LookAnswer.model_validate(made))
@@ -98,54 +98,33 @@ def router(context: ServerContext) -> APIRouter:
 async def looked(
     context: ServerContext,
     http: Request,
-    fields: schema.LookRequest,
+    fields: schema.VisionRequest,
+    names: Sequence[str],
     since: float,
     *,
     own_prompts: bool = False,
 ) -> dict[str, schema.VisionAnswer | schema.ErrorAnswer]:
-    """An answer, or an error, for each domain; `own_prompts`: of those that have one."""
-    names = _every(context, fields) if fields.domains == "*" else fields.domains
-    models: list[ServedModel] = []
+    """An answer for each domain, or its error, raised if all fail.
+
+    `own_prompts`: domains that have a prompt of their own are asked no other.
+    """
+    _check_media(context, fields)
+    service = context.service
+    arrivals: dict[str, Arrival] = {}
     errors: dict[str, ServeError] = {}
     # Once, as there may be thousands, and a thousand are named.
-    domains, bundles = context.service.domains(), bundles_of(context)
+    domains, bundles = service.domains(), bundles_of(context)
     for name in names:
         try:
-            models += bundles.get(name) or [domain_of(domains, name)]
+            for model in bundles.get(name) or [domain_of(domains, name)]:
+                arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)
+                arrival.model, arrival.since = model, since
         except ServeError as error:
             errors[name] = error
-    answers = await _asked(context, http, fields, models, errors, since, own_prompts=own_prompts)
-    found: dict[str, schema.VisionAnswer | schema.ErrorAnswer] = {**answers}
-    for name, one in answers.items():
-        if list(names).count(name) > 1:
-            one.warnings.append(f"{name} is named several times: answered once")
-    for name, failed in errors.items():
-        context.metrics.failed(failed.code)
-        found[name] = schema.ErrorAnswer.model_validate({"error": error_body(failed)})
-    return found
-
-
-async def _asked(
-    context: ServerContext,
-    http: Request,
-    fields: schema.VisionRequest,
-    models: Sequence[ServedModel],
-    errors: dict[str, ServeError],
-    since: float,
-    *,
-    own_prompts: bool = False,
-) -> dict[str, schema.VisionAnswer]:
-    """Answers by domain; what is wrong with one is added to the errors, raised if all fail."""
-    _check_media(context, fields)
-    arrivals: dict[str, Arrival] = {}
-    for model in models:
-        arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)
-        arrival.model, arrival.since = model, since
-    none = UnknownModelError("No domain reads what was sent: see /v1/models")
     if not arrivals:
+        none = UnknownModelError("No domain reads what was sent: see /v1/models")
         raise next(iter(errors.values()), none)
     http.state.facts["model"] = ", ".join(arrivals)[:200]
-    service = context.service
     latest = max(
         arrivals.values(),
         key=lambda one: service.deadline(one.model.name, fields.deadline) or math.inf,
@@ -159,9 +138,9 @@ async def _asked(
                 own = own_prompts and not arrival.model.takes_words
                 prompt = None if own else fields.prompt
                 requests, said = _requests(arrival, fields, prompt, images, video)
-                asked[name] = (
-                    stack.enter_context(service.admitted(arrival.model, requests)), requests, said
-                )  # fmt: skip
+                said += [f"{name} is named several times: answered once"] * (names.count(name) > 1)
+                ticket = stack.enter_context(service.admitted(arrival.model, requests))
+                asked[name] = ticket, requests, said
             except ServeError as error:
                 errors[name] = error
         rows = [
@@ -169,17 +148,20 @@ async def _asked(
             for at in range(len(shown) if asked else 0)
         ]
         asking = gathered(*(service.ask_together(row, dict(http.headers)) for row in rows))
-        found = await until_disconnect(http.receive, asking)
-    answers: dict[str, schema.VisionAnswer] = {}
+        answers = await until_disconnect(http.receive, asking)
+    found: dict[str, schema.VisionAnswer | schema.ErrorAnswer] = {}
     for place, (name, (_, _, said)) in enumerate(asked.items()):
-        lasts = [row[place] for row in found]
+        lasts = [row[place] for row in answers]
         if (wrong := next((one for one in lasts if isinstance(one, ServeError)), None)) is None:
-            answers[name] = _answered(arrivals[name], lasts, shown, said)
+            found[name] = _answered(arrivals[name], lasts, shown, said)
         else:
             errors[name] = wrong
-    if not answers:
+    if not found:
         raise next(iter(errors.values()))
-    return answers
+    for name, failed in errors.items():
+        context.metrics.failed(failed.code)
+        found[name] = schema.ErrorAnswer.model_validate({"error": error_body(failed)})
+    return found
 
 
 def _every(context: ServerContext, fields: schema.LookRequest) -> list[str]:

@@ -80,7 +80,7 @@ def test_what_requests_ask_is_read_as_what_was_answered(tmp_path):
 def test_what_is_never_kept(tmp_path, path, body):
     with serving(sample_folder=str(tmp_path), sample_shares={"person": 1.0}) as server:
         assert server.client.post(path, json=body).status_code == 200
-        samples = server.service._samples
+        samples = server.service.samples
         samples._thread.submit(int).result()
     assert kept(tmp_path) == []
 

@@ -67,23 +67,6 @@ def test_dimensions_are_those_of_the_model(client):
         client.embeddings.create(model="tiny", input="x", dimensions=2)
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({}, "Send input"), ({"input": ""}, "empty"), ({"input": []}, "empty"),
-        ({"input": ["x", ""]}, "empty"), ({"input": [[]]}, "empty"),
-        ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "one of them"),
-        ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "x", "dimensions": 0}, "dimensions"),
-        ({"input": [1.5]}, "input"), ({"input": ["x"] * 1001}, "input"),
-        ({"input": "x" * 400_001}, "characters"), ({"input": [5000]}, "token"),
-        ({"input": "x", "inputs": "y"}, "inputs"),
-    ],
-)  # fmt: skip
-def test_wrong_requests_are_400_and_say_why(server, body, said):
-    refused(server.client.post("/v1/embeddings", json={"model": "tiny"} | body), 400, said)
-
-
 def test_a_hidden_state_that_is_not_finite_is_an_error():
     class Diverged(FakeEngine):
         async def _answer(self, request, arrival):

@@ -8,7 +8,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.support.http_helpers import chat, refused
+from tests.support.http_helpers import chat
 
 WEATHER = {
     "type": "function",
@@ -257,58 +257,6 @@ def test_requests_without_tools_are_answered_in_words(server, more):
     message = answer.json()["choices"][0]["message"]
     assert message["content"].startswith("a red")
     assert message["tool_calls"] is None
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "name"),
-        ({"tools": [function(f"f{number}") for number in range(129)]}, "128"),
-        ({"tools": [function(description="x" * 400_001)]}, "characters"),
-        ({"tools": [function(parameters={"description": "x" * 200_001})]}, "200000"),
-        ({"tools": [STOP, function("g", parameters={"properties": {"x": {"not": {}}}})]},
-         "function g: "),
-        ({"tools": [STOP, function("g", parameters={"properties": {"x": {"minimum": "y"}}})]},
-         "function g: "),
-        ({"tools": [STOP, function("g", parameters={"properties": {"x": {"$ref": "#/y"}}})]},
-         "function g: "),
-        ({"tools": [function(paramters={})]}, "paramters"),
-        ({"tools": [STOP], "tool_choice": {"type": "allowed_tools", "allowed_tools":
-          {"mode": "auto", "tools": [NAMED]}}}, "they are stop"),
-        ({"tool_choice": "required"}, "send tools"),
-        ({"tool_choice": NAMED}, "send tools"),
-        ({"tools": [STOP], "tool_choice": NAMED}, "they are stop"),
-        ({"tools": [STOP], "tool_choice": "any"}, "'any'"),
-        ({"tools": [STOP], "tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "function"),
-        ({"tools": [STOP], "tool_choice": {}}, "names no function"),
-        ({"tools": [STOP], "tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
-        ({"tools": [STOP, STOP], "tool_choice": "required"}, "twice"),
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type is 'custom'"),
-        ({"tools": [{"type": "web_search"}]}, "'web_search'"),
-        ({"tools": [{"type": "function"}]}, "lacks its function"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters":
-          {"type": "string"}}}], "tool_choice": "required"}, "an object"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters":
-          {"properties": {"x": {"type": "y"}}}}}], "tool_choice": "required"}, "schema"),
-        ({"tools": [STOP], "tool_choice": "required", "model": "person"}, "calls no tools"),
-        ({"functions": [{"name": "f"}]}, "send tools"),
-        ({"function_call": {"name": "f"}}, "send tool_choice"),
-        ({"modalities": ["text", "audio"]}, "'audio'"),
-        ({"audio": {"voice": "x", "format": "wav"}}, "answers are text"),
-        ({"web_search_options": {}}, "searches nothing"),
-        ({"moderation": {"model": "x"}}, "moderation"),
-        ({"messages": [{"role": "user", "content": None}]}, "content is null"),
-        ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "content is null"),
-        ({"messages": [{"role": "user", "content": [
-            {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}]}]},
-         "input_audio, which the model cannot read"),
-        ({"messages": [{"role": "user", "content": [
-            {"type": "file", "file": {"file_id": "x"}}]}]}, "file, which the model cannot read"),
-    ],
-)  # fmt: skip
-def test_what_is_not_served_is_refused_in_one_sentence(server, more, said):
-    refused(server.client.post("/v1/chat/completions", json=chat("x") | more), 400, said)
 
 
 def test_fields_that_frameworks_add_to_tools_are_taken(server, client):

@@ -1,0 +1,127 @@
+"""Requests of every endpoint that are wrong, or ask for what is not served."""
+
+import json
+
+import pytest
+
+from tests.support.http_helpers import CHAT, chat, refused
+from tests.unit.valora_serve.server.api.test_tools import NAMED, STOP, function
+
+WRONG = {
+    CHAT: (chat("x"), [
+        ({"messages": []}, "messages"), ({"temprature": 1}, "temprature"),
+        ({"temperature": 3}, "temperature"), ({"temperature": "hot"}, "temperature"),
+        ({"n": 5}, "more than 4"), ({"n": 0}, "n"), ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a", "b" * 1001]}, "stop"), ({"stop": "b" * 1001}, "stop"),
+        ({"stop": ""}, "stop"), ({"top_logprobs": 2}, "logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream"),
+        ({"presence_penalty": 2.5}, "presence_penalty"), ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+         "schema"),
+        ({"response_format": {"type": "json_object"}, "model": "person"}, "head"),
+        ({"messages": [{"role": "user", "content": ""}]}, "no text"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "type"),
+        ({"max_tokens": 0}, "max_tokens"), ({"seed": 2**64}, "seed"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, ""),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "name"),
+        ({"tools": [function(f"f{number}") for number in range(129)]}, "128"),
+        ({"tools": [function(description="x" * 400_001)]}, "characters"),
+        ({"tools": [function(parameters={"description": "x" * 200_001})]}, "200000"),
+        ({"tools": [STOP, function("g", parameters={"properties": {"x": {"not": {}}}})]},
+         "function g: "),
+        ({"tools": [STOP, function("g", parameters={"properties": {"x": {"minimum": "y"}}})]},
+         "function g: "),
+        ({"tools": [STOP, function("g", parameters={"properties": {"x": {"$ref": "#/y"}}})]},
+         "function g: "),
+        ({"tools": [function(paramters={})]}, "paramters"),
+        ({"tools": [STOP], "tool_choice": {"type": "allowed_tools", "allowed_tools":
+          {"mode": "auto", "tools": [NAMED]}}}, "they are stop"),
+        ({"tool_choice": "required"}, "send tools"), ({"tool_choice": NAMED}, "send tools"),
+        ({"tools": [STOP], "tool_choice": NAMED}, "they are stop"),
+        ({"tools": [STOP], "tool_choice": "any"}, "'any'"),
+        ({"tools": [STOP], "tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "function"),
+        ({"tools": [STOP], "tool_choice": {}}, "names no function"),
+        ({"tools": [STOP], "tool_choice": {"type": "allowed_tools"}}, "allowed_tools"),
+        ({"tools": [STOP, STOP], "tool_choice": "required"}, "twice"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type is 'custom'"),
+        ({"tools": [{"type": "web_search"}]}, "'web_search'"),
+        ({"tools": [{"type": "function"}]}, "lacks its function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters":
+          {"type": "string"}}}], "tool_choice": "required"}, "an object"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters":
+          {"properties": {"x": {"type": "y"}}}}}], "tool_choice": "required"}, "schema"),
+        ({"tools": [STOP], "tool_choice": "required", "model": "person"}, "calls no tools"),
+        ({"functions": [{"name": "f"}]}, "send tools"),
+        ({"function_call": {"name": "f"}}, "send tool_choice"),
+        ({"modalities": ["text", "audio"]}, "'audio'"),
+        ({"audio": {"voice": "x", "format": "wav"}}, "answers are text"),
+        ({"web_search_options": {}}, "searches nothing"),
+        ({"moderation": {"model": "x"}}, "moderation"),
+        ({"messages": [{"role": "user", "content": None}]}, "content is null"),
+        ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "content is null"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "input_audio", "input_audio": {"data": "x", "format": "wav"}}]}]},
+         "input_audio, which the model cannot read"),
+        ({"messages": [{"role": "user", "content": [
+            {"type": "file", "file": {"file_id": "x"}}]}]}, "file, which the model cannot read"),
+    ]),
+    "/v1/completions": ({"prompt": "a"}, [
+        ({"prompt": []}, ""), ({"prompt": ""}, ""), ({"prompt": [""]}, ""),
+        ({"prompt": ["a"] * 5}, ""), ({"prompt": [[]]}, ""), ({"prompt": ["a", 1]}, ""),
+        ({"prompt": "a", "best_of": 2}, ""), ({"prompt": "a", "max_tokens": 0}, ""),
+        ({"prompt": "a", "max_tokens": -1, "echo": True}, ""),
+        ({"prompt": "a", "max_tokens": 0, "echo": True, "max_completion_tokens": 5}, ""),
+        ({"prompt": "a", "suffix": "b"}, ""), ({"prompt": [1, 99999]}, ""),
+        ({"prompt": "x" * 3000}, ""), ({"prompt": [2**70]}, ""), ({"prompt": [-1, 5000]}, ""),
+    ]),
+    "/v1/embeddings": ({"model": "tiny"}, [
+        ({}, "Send input"), ({"input": ""}, "empty"), ({"input": []}, "empty"),
+        ({"input": ["x", ""]}, "empty"), ({"input": [[]]}, "empty"),
+        ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "one of them"),
+        ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "x", "dimensions": 0}, "dimensions"), ({"input": [1.5]}, "input"),
+        ({"input": ["x"] * 1001}, "input"), ({"input": "x" * 400_001}, "characters"),
+        ({"input": [5000]}, "token"), ({"input": "x", "inputs": "y"}, "inputs"),
+    ]),
+    "/v1/responses": ({"model": "tiny", "input": "x"}, [
+        ({"previous_response_id": "resp_1"}, "send the whole conversation"),
+        ({"conversation": "conv_1"}, "send the whole conversation"),
+        ({"prompt": {"id": "p"}}, "keeps no prompts"), ({"background": True}, "background"),
+        ({"moderation": {"model": "x"}}, "moderation"),
+        ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "'web_search'"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "'mcp'"),
+        ({"tools": [{"type": "function"}]}, "lacks its function"), ({"tools": [5]}, "tools.0"),
+        ({"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "web_search"}},
+         "names no function"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"include": ["reasoning.encrypted_contents"]}, "reasoning.encrypted_contents"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "arguments"),
+        ({"input": [{"type": "function_call_output", "call_id": "x", "output": [
+            {"type": "input_file", "file_id": "x"}]}]}, "input_file"),
+        ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "only reasoning"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+         "input_file"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+         "image_url"),
+        ({"input": []}, "input"), ({"input": ""}, "no text"), ({"input": [5]}, "input"),
+        ({"input": [{"type": 5}]}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "put schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens"), ({"temprature": 1}, "temprature"),
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "said"),
+    [(path, *case) for path, (_, cases) in WRONG.items() for case in cases],
+)
+def test_wrong_requests_are_400_and_say_why(server, path, more, said):
+    content = json.dumps(WRONG[path][0] | more)
+    headers = {"content-type": "application/json"}
+    answer = server.client.post(path, content=content, headers=headers)
+    refused(answer, 400, said)
+    assert answer.json()["error"]["type"] == "invalid_request_error"

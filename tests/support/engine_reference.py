@@ -338,23 +338,32 @@ def assert_empty(engine):
     assert users == ({} if merged is None else {merged: 1})
 
 
+def with_client(engine, use):
+    """Use an engine behind an event loop, in a coroutine that ends in time, and close it."""
+
+    async def main():
+        client = AsyncEngine(engine)
+        try:
+            return await asyncio.wait_for(use(client), 300)
+        finally:
+            await client.close()
+
+    return asyncio.run(main())
+
+
 def serve(made, request, done=lambda: True):
     """Run an engine behind an event loop: warm it up, answer a request, and idle until `done`."""
 
-    async def body():
-        engine = AsyncEngine(made)
-        try:
-            await engine.warm_up()
-            async for output in engine.generate(request):
-                assert output.error is None
-            end = time.monotonic() + 60
-            while not done() and time.monotonic() < end:
-                await asyncio.sleep(0.02)
-            assert engine.healthy
-        finally:
-            await engine.close()
+    async def body(engine):
+        await engine.warm_up()
+        async for output in engine.generate(request):
+            assert output.error is None
+        end = time.monotonic() + 60
+        while not done() and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        assert engine.healthy
 
-    asyncio.run(body())
+    with_client(made, body)
 
 
 def relative(found, wanted):

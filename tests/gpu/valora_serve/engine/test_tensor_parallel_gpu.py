@@ -3,12 +3,12 @@
 import os
 import signal
 import time
-from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.bench.valora_serve.split_models import ATTENTION, MLP, save_adapters, save_base
+from tests.gpu.valora_serve.engine.test_engine_gpu import Forced
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import StoppedError
@@ -23,23 +23,6 @@ TOLERANCE = 0.06
 """Of a log probability: twice the tolerance of one GPU against fp32, as both sides round."""
 
 LAYERS, WIDTH, RANKS = 2, 1024, [64, 8, 31]
-
-
-class Forced:
-    """First come, first served, in one mode."""
-
-    def __init__(self, inner, mode):
-        self.inner, self.mode = inner, mode
-
-    def decide(self, view):
-        decision = self.inner.decide(view)
-        merged = min(view.resident, default=None)
-        if self.mode is Mode.UNMERGED or merged is None:
-            return replace(decision, mode=Mode.UNMERGED, merged=None)
-        return replace(decision, mode=Mode.MIXTURE, merged=merged)
-
-    def finished(self, request_id):
-        self.inner.finished(request_id)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +49,7 @@ def make(folder, size, way="replicate_a"):
 
 def scores(engine, mode):
     """Log probabilities of fixed prompts, and of the tokens that follow them."""
-    engine.policy = Forced(engine.policy, mode)
+    engine.policy = Forced(engine.policy, (mode,))
     generator = torch.Generator().manual_seed(2)
     prompts, steps = {}, {}
     for number in range(12):

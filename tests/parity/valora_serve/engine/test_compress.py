@@ -1,14 +1,19 @@
 """Contexts made at run time against the document in the prompt, and against the encoder."""
 
-import asyncio
-
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from tests.support.context_bundles import ContextReference, ContextSpec, make_context_bundle
-from tests.support.engine_reference import Reference, ask, assert_empty, make_engine, relative
+from tests.support.engine_reference import (
+    Reference,
+    ask,
+    assert_empty,
+    make_engine,
+    relative,
+    with_client,
+)
 from tests.support.lmm_checkpoints import LAYERS
 from tests.support.serve_helpers import LANGUAGE
 from valora_data.contract.contexts import (
@@ -20,7 +25,6 @@ from valora_data.contract.contexts import (
     system_turn,
 )
 from valora_serve.catalogue.contexts import MEMORY_FILE
-from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.compress import keep_keys
 from valora_serve.errors import AdapterError, BusyError, ServeError, TooLongError, UnknownModelError
 from valora_serve.types import NewContext, Request, SamplingParams
@@ -36,19 +40,6 @@ ADAPTERS = {"reader": {"rank": 4, "alpha": 8, "targets": LANGUAGE}}
 def bundle(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle") / "documents"
     return make_context_bundle(folder, base, CONTEXTS, ADAPTERS, encoder=6)
-
-
-def with_engine(engine, use):
-    """Use an engine behind an event loop, and close it."""
-
-    async def run():
-        client = AsyncEngine(engine)
-        try:
-            return await use(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(run())
 
 
 async def answer(client, request):
@@ -73,7 +64,7 @@ def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(base, tmp_
         await client.unload("context", "doc")
         return found
 
-    made, short, long = with_engine(engine, use)
+    made, short, long = with_client(engine, use)
     expected = Reference(base, {})(Request("b", None, messages=whole, sampling=SAMPLING)).tokens
     assert short == long == expected
     assert (made.form, made.kind, made.adapter) == (PREFIX, "domain", None)
@@ -92,7 +83,7 @@ def test_a_shorter_prefix_keeps_positions_and_is_served_as_it_was_stored(base, t
         request = Request("a", "doc", messages=ask("Who knows?"), sampling=SAMPLING)
         return [i for one in await answer(client, request) for i in one.token_ids]
 
-    tokens = with_engine(engine, use)
+    tokens = with_client(engine, use)
     folder.parent.mkdir()
     (tmp_path / "doc" / MEMORY_FILE).rename(folder)
     reference = ContextReference(base, tmp_path, {"doc": ContextSpec(PREFIX, 37)}, {})
@@ -111,7 +102,7 @@ def test_memory_tokens_are_those_of_the_encoder(base, bundle, tmp_path, settings
             made = await client.make_context(new, tmp_path / place)
         return made
 
-    made = with_engine(engine, use)
+    made = with_client(engine, use)
     assert made.adapter == "documents/reader"
     assert (made.form, made.memory_tokens) == (MEMORY_TOKENS, 6)
 
@@ -170,6 +161,6 @@ def test_refusals(base, bundle, tmp_path, wanted, kind, message):
         with pytest.raises(BusyError, match="belongs to bundle documents"):
             await client.unload("context", "learnt")
 
-    with_engine(engine, use)
+    with_client(engine, use)
     assert not (tmp_path / "a").exists()
     assert engine.stats().contexts_known == 1

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engine_reference import ask, assert_empty, collect, make_engine, question
+from tests.support.engine_reference import (
+    ask,
+    assert_empty,
+    collect,
+    make_engine,
+    question,
+    with_client,
+)
 from valora_serve.engine import async_engine
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.errors import (
@@ -38,17 +45,8 @@ async def until(done):
 def served(base, adapters, body, **settings):
     """Run a coroutine with an engine behind an event loop, then close the engine."""
     inner = make_engine(base, adapters, **settings)
-
-    async def main():
-        engine = AsyncEngine(inner)
-        try:
-            return await asyncio.wait_for(body(engine, inner), 60)
-        finally:
-            await engine.close()
-
-    result = asyncio.run(main())
+    with_client(inner, lambda engine: body(engine, inner))
     assert not inner.busy
-    return result
 
 
 def test_an_answer_that_is_not_streamed_comes_at_its_end(base, adapters, monkeypatch):

@@ -19,6 +19,7 @@ from tests.support.engine_reference import (
     run,
     serve,
     tokens,
+    with_client,
 )
 from valora_kernels import lookup
 from valora_kernels.gpus import H200, gpu_of
@@ -27,7 +28,6 @@ from valora_kernels.metadata import NONE
 from valora_kernels.tiling import Case, Shape, Tiling
 from valora_kernels.tune import Tuner
 from valora_serve.engine import async_engine, profile
-from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.sizing import machine_of
 from valora_serve.engine.tuning import Tuning, read_table
 from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
@@ -188,20 +188,16 @@ def test_nothing_is_prepared_in_the_short_gaps_between_requests(base, monkeypatc
         async for output in engine.generate(question(name, None, tokens=2)):
             assert output.error is None
 
-    async def served():
-        engine = AsyncEngine(made)
-        try:
-            for number in range(3):
-                await ask(engine, f"{number}")
-                await asyncio.sleep(0.05)
-            assert not settled.is_set()
-            monkeypatch.setattr(async_engine, "QUIET", 0.0)
-            await ask(engine, "last")
-            assert await asyncio.to_thread(settled.wait, 60)
-        finally:
-            await engine.close()
+    async def served(engine):
+        for number in range(3):
+            await ask(engine, f"{number}")
+            await asyncio.sleep(0.05)
+        assert not settled.is_set()
+        monkeypatch.setattr(async_engine, "QUIET", 0.0)
+        await ask(engine, "last")
+        assert await asyncio.to_thread(settled.wait, 60)
 
-    asyncio.run(served())
+    with_client(made, served)
 
 
 def test_costs_are_measured_once(base, adapters, tmp_path, quick):

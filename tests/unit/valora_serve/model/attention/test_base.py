@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.attention_cases import Case
+from tests.support.attention_cases import Case, check_steps
 from tests.support.cases import others_slow
 from tests.support.lora_cases import DEVICE
 
@@ -91,3 +91,19 @@ def test_a_sequence_that_is_not_finite_leaves_the_others_alone(backend, mix):
         assert torch.equal(found[~owner], expected[~owner])
         if what != "key" or value != torch.inf:
             assert not bool(found[owner][-1].isfinite().all())
+
+
+SHAPES = [((4, 2), 16, 4), ((2, 2), 24, 16), ((6, 1), 8, 1)]
+TORCH = [("torch", seed, shape) for shape in SHAPES for seed in range(8)]
+TRITON = [("triton", seed, shape) for shape in SHAPES for seed in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "seed", "shape"), others_slow([*TORCH, TRITON[0]], [*TORCH, *TRITON])
+)
+def test_images_whose_tokens_see_each_other(backend, seed, shape):
+    """In prompts that are computed in random steps."""
+    if backend == "triton" and DEVICE == "cuda":
+        pytest.skip("tests/gpu runs it on a GPU")
+    heads, width, size = shape
+    check_steps(backend, seed, heads=heads, width=width, block_size=size, dtype=torch.float32)

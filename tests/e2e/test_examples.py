@@ -19,11 +19,8 @@ def run(name, folder, *arguments):
 
 
 def test_every_endpoint(tmp_path):
-    process = Process(BUNDLE, "--no-golden", cwd=tmp_path).ready()
-    try:
+    with Process(BUNDLE, "--no-golden", cwd=tmp_path) as process:
         said = run("endpoints", tmp_path, process.url)
-    finally:
-        process.end()
     assert "detections" in said
     assert "{'status': 'ok'} None" in said
 

@@ -20,11 +20,12 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tests.e2e.valora_serve.serving import write_golden
 from tests.fuzz.driver import alike, check_log, error_of, together
 from tests.fuzz.mutations import CHANGES, json_texts
 from tests.fuzz.tenants import ALWAYS, MORE, Tenants
 from tests.support.http_helpers import data_url, encoded, picture
-from valora_data.contract.bundle import GOLDEN, MANIFEST, write_manifest
+from valora_data.contract.bundle import GOLDEN, MANIFEST
 from valora_data.hashing import file_hash
 
 CONFIG = "adapter_config.json"
@@ -277,10 +278,7 @@ def add_golden(tenants):
         (folder / file).write_bytes(asked.image)
         examples.append({"domain": domain, "image": file, "expected": expected})
     assert tenants.change(MORE[0], load=False).status_code == 200
-    (folder / GOLDEN).write_text(json.dumps(examples))
-    manifest = json.loads((folder / MANIFEST).read_text())
-    del manifest["schema_version"], manifest["files"]
-    write_manifest(folder, manifest)
+    write_golden(folder, examples)
 
 
 @contextlib.contextmanager

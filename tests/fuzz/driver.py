@@ -45,7 +45,7 @@ class Report:
     def add(self, kind, outcomes, found):
         """Count a case."""
         self.outcomes[kind].update([outcomes] if isinstance(outcomes, str) else outcomes)
-        self.most[kind] = [*map(max, self.most.get(kind, (0.0, 0.0, 0.0)), found)]
+        self.most[kind] = [*map(max, self.most.get(kind, found), found)]
 
     def failed(self, text):
         """Keep a failure, with what reproduces it."""
@@ -62,31 +62,32 @@ class Report:
         return "\n".join([*lines, f"\n{len(self.failures)} failures", *self.failures[:20]])
 
 
-class Watch:
-    """A process that samples a server's memory every 10 ms, and asks for its health every 50 ms."""
+@contextlib.contextmanager
+def watched(server):
+    """Gives what says the most MB above idle, and the slowest /health, since it was last asked.
 
-    def __init__(self, server):
-        context = multiprocessing.get_context("spawn")
-        self._values = context.Array("d", 4)  # memory, most of it, slowest /health, times asked
-        self._over = context.Event()
-        arguments = (server.port, server.process.pid, self._values, self._over)
-        self._process = context.Process(target=_watch, args=arguments, daemon=True)
-        self._process.start()
-        while not self._values[3]:
-            time.sleep(0.05)
-        self._idle = self._values[0]
-        self.taken()
+    Another process samples the server's memory every 10 ms, and asks for its health every 50 ms.
+    """
+    context = multiprocessing.get_context("spawn")
+    values = context.Array("d", 4)  # memory, most of it, slowest /health, times asked
+    over = context.Event()
+    arguments = (server.port, server.process.pid, values, over)
+    process = context.Process(target=_watch, args=arguments, daemon=True)
+    process.start()
+    while not values[3]:
+        time.sleep(0.05)
+    idle = values[0]
 
-    def taken(self):
-        """Most MB above idle, and seconds of the slowest /health, since the last call."""
-        memory = (self._values[1] - self._idle) / 2**20
-        found = {"memory": memory, "health": self._values[2]}
-        self._values[1], self._values[2] = 0.0, 0.0
+    def taken():
+        found = {"memory": (values[1] - idle) / 2**20, "health": values[2]}
+        values[1], values[2] = idle, 0.0
         return found
 
-    def end(self):
-        self._over.set()
-        self._process.join(35)
+    try:
+        yield taken
+    finally:
+        over.set()
+        process.join(35)
 
 
 def _watch(port, pid, values, over):
@@ -182,29 +183,26 @@ def fuzz(part, cases, seed=0, only=(), minutes=0.0, **limits):
         with (
             tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
             module.running(Path(folder)) as (server, make),
+            watched(server) as taken,
         ):
-            watch = Watch(server)
-            try:
-                for number in only or range(cases):
-                    if minutes and time.monotonic() - start > 60 * minutes:
-                        break
-                    kind, what, send = make(random.Random(f"{seed}/{number}"), number)
-                    watch.taken()
-                    began, outcomes, wrong = time.monotonic(), "failed", []
-                    try:
-                        [outcomes] = together([send])
-                    except Exception as error:  # noqa: BLE001 - whatever it is, it should not be
-                        wrong.append(f"{type(error).__name__}: {error}")
-                    found = {"seconds": time.monotonic() - began, **watch.taken()}
-                    report.add(kind, outcomes, [*found.values()])
-                    wrong += [f"{n} {v:.2f}" for n, v in found.items() if v > most.get(n, math.inf)]
-                    for text in wrong:
-                        again = f"again: python -m tests.fuzz {part} --seed {seed} --only {number}"
-                        report.failed(f"{kind}, {what}: {text}\n  {again}")
-                    if found["health"] >= UNWELL:
-                        break  # the server has ended
-            finally:
-                watch.end()
+            for number in only or range(cases):
+                if minutes and time.monotonic() - start > 60 * minutes:
+                    break
+                kind, what, send = make(random.Random(f"{seed}/{number}"), number)
+                taken()
+                began, outcomes, wrong = time.monotonic(), "failed", []
+                try:
+                    [outcomes] = together([send])
+                except Exception as error:  # noqa: BLE001 - whatever it is, it should not be
+                    wrong.append(f"{type(error).__name__}: {error}")
+                found = {"seconds": time.monotonic() - began, **taken()}
+                report.add(kind, outcomes, [*found.values()])
+                wrong += [f"{n} {v:.2f}" for n, v in found.items() if v > most.get(n, math.inf)]
+                for text in wrong:
+                    again = f"again: python -m tests.fuzz {part} --seed {seed} --only {number}"
+                    report.failed(f"{kind}, {what}: {text}\n  {again}")
+                if found["health"] >= UNWELL:
+                    break  # the server has ended
     except KeyboardInterrupt:
         print("stopped early", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - the server's status and log are checked at its end

@@ -33,19 +33,14 @@ def hostile(rng):
     path = rng.choice(PATHS)
     part = b'--b\r\ncontent-disposition: form-data; name="image"; filename="x"\r\n\r\nx\r\n'
 
-    def media(kind, form, size):
-        data = base64.b64encode(rng.randbytes(size)).decode()
-        return url(kind, f"data:{kind}/{form};base64,{data}")
-
-    def url(kind, text):
-        return turn([{"type": f"{kind}_url", f"{kind}_url": {"url": text}}])
+    def data(kind, size):
+        return f"data:{kind};base64,{base64.b64encode(rng.randbytes(size)).decode()}"
 
     def turn(content, **more):
         return {"messages": [{"role": "user", "content": content}], "max_tokens": 1} | more
 
-    def frames():
-        data = base64.b64encode(rng.randbytes(75_000)).decode()
-        return turn([{"type": "frames", "frames": [f"data:image/jpeg;base64,{data}"] * 64}])
+    def part_of(kind, sent):
+        return turn([{"type": kind, kind: sent}])
 
     likely = {"n": 16, "max_tokens": 64, "ignore_eos": True, "logprobs": True, "top_logprobs": 20}
     schema = {"schema": {"enum": [f"v{n}" for n in range(19_000)]}}
@@ -72,10 +67,12 @@ def hostile(rng):
             "input": "a", "max_output_tokens": 400, "top_logprobs": 20,
             "include": ["message.output_text.logprobs"]}),
         "embeddings": ("/v1/embeddings", {"input": ["a b c"] * 300}),
-        "a large image": (CHAT, partial(media, "image", "png", 15_000_000)),
-        "a large video": (CHAT, partial(media, "video", "mp4", 24_000_000)),
-        "many frames": (CHAT, frames),
-        "a long url": (CHAT, url("image", "http://" + "a/" * many)),
+        "a large image": (CHAT, lambda: part_of(
+            "image_url", {"url": data("image/png", 15_000_000)})),
+        "a large video": (CHAT, lambda: part_of(
+            "video_url", {"url": data("video/mp4", 24_000_000)})),
+        "many frames": (CHAT, lambda: part_of("frames", [data("image/jpeg", 75_000)] * 64)),
+        "a long url": (CHAT, part_of("image_url", {"url": "http://" + "a/" * many})),
         "a surrogate": (CHAT, json.dumps(turn("\ud800")).encode()),
         "too large": (path, b" " * (70 * 2**20)),
         **{name: (path, make) for name, make in json_texts(rng, many).items()},
@@ -139,17 +136,14 @@ def post(url, path, headers, content):
 
 def talk(port, data):
     """Send bytes that may be no request."""
+
+    def send(sock):
+        with contextlib.suppress(OSError):
+            sock.sendall(data)
+
     answer = b""
-    with (
-        contextlib.suppress(OSError),
-        socket.create_connection(("127.0.0.1", port), timeout=10) as sock,
-    ):
-
-        def send():
-            with contextlib.suppress(OSError):
-                sock.sendall(data)
-
-        threading.Thread(target=send, daemon=True).start()
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as sock:
+        threading.Thread(target=send, args=(sock,), daemon=True).start()
         answer = sock.recv(65536)
     status = answer[9:12].decode("ascii", "replace") if answer else "hung up"
     assert not status.startswith("5"), status
@@ -170,20 +164,21 @@ def running(folder):
 
     with served(*arguments, cwd=folder) as process:
 
+        def sender(work):
+            if isinstance(work, bytes):
+                return partial(talk, process.port, work)
+            path, headers, content = work
+            content = content() if callable(content) else content
+            if isinstance(content, dict):
+                content = json.dumps(content, ensure_ascii=False).encode()
+            return partial(post, process.url, path, headers, content)
+
         def make(rng, number):
-            bodies, data = hostile(rng), raw(rng)
-            works = [*bodies, *data]
+            works = hostile(rng) | raw(rng)
             names = [*works, "a mixture"]
             name = names[number % len(names)]
-            chosen = rng.choices(works, k=MIXED) if name == "a mixture" else [name] * AT_ONCE
-            sends = {one: partial(talk, process.port, data[one]) for one in chosen if one in data}
-            for one in dict.fromkeys(chosen):
-                if one in bodies:
-                    path, headers, content = bodies[one]
-                    content = content() if callable(content) else content
-                    if isinstance(content, dict):
-                        content = json.dumps(content, ensure_ascii=False).encode()
-                    sends[one] = partial(post, process.url, path, headers, content)
+            chosen = rng.choices([*works], k=MIXED) if name == "a mixture" else [name] * AT_ONCE
+            sends = {one: sender(works[one]) for one in dict.fromkeys(chosen)}
             return name, ", ".join(sends), lambda: together([sends[one] for one in chosen])
 
         yield process, make

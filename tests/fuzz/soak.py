@@ -62,8 +62,7 @@ class Soak:
         """Load or unload an adapter or a bundle; what is served must fit the answer."""
         before = name in self.tenants.names()
         answer = self.tenants.change(name, load)
-        wanted = load if answer.status_code == 200 else before
-        fits = (name in self.tenants.names()) is wanted
+        fits = (name in self.tenants.names()) is (load if answer.status_code == 200 else before)
         self.count("change", answer.status_code, None if fits else f"{name}: {answer.text}")
         return answer.status_code
 

@@ -44,6 +44,40 @@ def opened(browser, url, allowed=(), scripts=(), **options):
         page.close()
 
 
+def asked(page, model, files, least=None, until="in total"):
+    """Ask a model about files, and wait for its answers."""
+    page.select_option("#model", model)
+    page.set_input_files("#file", files)
+    if least is not None:
+        page.locator("#least").fill(least)
+    page.click("#run")
+    page.locator("#timing", has_text=until).wait_for(timeout=20_000)
+
+
+def drawn(page, name="#boxes rect"):
+    """Boxes as they are drawn: x, y, width and height of each."""
+    sides = ("x", "y", "width", "height")
+    return [[float(box.get_attribute(side)) for side in sides] for box in page.locator(name).all()]
+
+
+def saved(page, form, folder):
+    """Download the answers in a format."""
+    page.select_option("#format", form)
+    with page.expect_download() as loading:
+        page.click("#save")
+    loading.value.save_as(folder / loading.value.suggested_filename)
+    return folder / loading.value.suggested_filename
+
+
+def overhang(page):
+    """By how many pixels a page is wider than its window."""
+    return page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
+
+
+def is_focused(place):
+    return place.evaluate("node => node === document.activeElement")
+
+
 def violations(page):
     """What axe-core says against a page, as it is: rule and elements."""
     axe = pytest.importorskip(

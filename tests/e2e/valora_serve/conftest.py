@@ -15,9 +15,8 @@ def sample_bundle(tmp_path_factory):
 @pytest.fixture(scope="session")
 def served(sample_bundle, tmp_path_factory):
     """A server with the sample bundle."""
-    process = Process(sample_bundle, cwd=tmp_path_factory.mktemp("serve")).ready()
-    yield process
-    process.end()
+    with Process(sample_bundle, cwd=tmp_path_factory.mktemp("serve")) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ from valora_data.contract.boxes import read_detections
 from valora_data.contract.bundle import GOLDEN, read_bundle, write_manifest
 
 ROOT = Path(__file__).parents[3]
+SECRET = "an-admin-key-for-these-tests"
+HEADERS = {"authorization": f"Bearer {SECRET}"}
 ROOTS = os.pathsep.join(str(ROOT / part) for part in ("", "data", "kernels", "teachers"))
 
 
@@ -43,10 +45,17 @@ def bundle_with_golden(folder, *, seed=2, **options):
             rows = detect(bundle, facts, image)
             assert rows, f"the random head of {name} finds nothing: choose another seed"
             examples.append({"domain": name, "image": file, "expected": rows})
-    (folder / GOLDEN).write_text(json.dumps(examples))
-    manifest = {k: v for k, v in bundle.manifest.items() if k not in ("files", "schema_version")}
-    write_manifest(folder, manifest)
+    write_golden(folder, examples)
     return folder
+
+
+def write_golden(folder, examples):
+    """Give a bundle other golden examples."""
+    manifest = dict(read_bundle(folder).manifest)
+    del manifest["files"], manifest["schema_version"]
+    (folder / GOLDEN).parent.mkdir(exist_ok=True)
+    (folder / GOLDEN).write_text(json.dumps(examples))
+    write_manifest(folder, manifest)
 
 
 def detect(bundle, facts, image):
@@ -136,6 +145,33 @@ class Process:
         if self.process.poll() is None:
             self.process.send_signal(how)
         return self.process.wait(seconds)
+
+    def __enter__(self):
+        return self.ready()
+
+    def __exit__(self, *_):
+        self.end()
+
+    def post(self, path, key=SECRET, seconds=60, **body):
+        """Ask a route, as an administrator."""
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.url}/v1/{path}", json=body, headers=headers, timeout=seconds)
+
+    def chat(self, model="tiny", text="what is this?", **options):
+        messages = [{"role": "user", "content": text}]
+        return self.post("chat/completions", model=model, messages=messages, **options)
+
+    def look(self, domain, image, **fields):
+        """Answer of a domain to an image's content."""
+        url, files = f"{self.url}/v1/vision/{domain}", {"image": image}
+        answer = httpx.post(url, files=files, data=fields, headers=HEADERS, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["results"][0]
+
+    def names(self):
+        """Names of what is served."""
+        listed = httpx.get(f"{self.url}/v1/models", headers=HEADERS, timeout=60).json()["data"]
+        return {model["id"] for model in listed}
 
     def said(self, pattern):
         """Return the match of a pattern in the log."""

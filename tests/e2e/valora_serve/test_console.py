@@ -9,7 +9,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.support.browser import opened
+from tests.support.browser import asked, drawn, is_focused, opened, overhang, saved
 from tests.support.videos import video_file
 
 pytestmark = pytest.mark.slow
@@ -28,27 +28,12 @@ def image(tmp_path_factory):
     return str(file)
 
 
-def said(page, text):
-    page.locator("#said", has_text=text).wait_for(timeout=20_000)
-
-
 def test_boxes_are_drawn_where_the_api_says(page, served, image):
-    with Path(image).open("rb") as file:
-        expected = httpx.post(
-            f"{served.url}/v1/vision/traffic", files={"image": file}, data={"min_score": "0.1"}
-        ).json()["results"][0]["detections"]
+    expected = served.look("traffic", Path(image).read_bytes(), min_score="0.1")["detections"]
     assert expected
-    page.select_option("#model", "traffic")
-    page.set_input_files("#file", image)
-    page.locator("#least").fill("0.1")
-    page.click("#run")
-    page.locator("#boxes rect").first.wait_for(state="attached", timeout=20_000)
-    drawn = [
-        [float(box.get_attribute(name)) for name in ("x", "y", "width", "height")]
-        for box in page.locator("#boxes rect").all()
-    ]
+    asked(page, "traffic", image, "0.1")
     boxes = [item["box"] for item in expected]
-    for shown, (x0, y0, x1, y1) in zip(drawn, boxes, strict=True):
+    for shown, (x0, y0, x1, y1) in zip(drawn(page), boxes, strict=True):
         assert shown == pytest.approx([x0, y0, max(0, x1 - x0), max(0, y1 - y0)], abs=0.01)
     assert page.locator("#boxes").get_attribute("viewBox") == "0 0 300 200"
     # The overlay lies exactly over the picture.
@@ -61,10 +46,7 @@ def test_boxes_are_drawn_where_the_api_says(page, served, image):
 
 
 def test_labels_with_confidences(page, image):
-    page.select_option("#model", "scene")
-    page.set_input_files("#file", image)
-    page.click("#run")
-    page.locator("#said tbody tr").nth(2).wait_for(timeout=20_000)
+    asked(page, "scene", image)
     rows = [row.inner_text().split() for row in page.locator("#said tbody tr").all()]
     assert {row[0] for row in rows} == {"forest", "street", "beach"}
     sure = [float(row[1]) for row in rows]
@@ -107,11 +89,11 @@ def test_with_the_keyboard_alone(page, image):
     page.keyboard.press("ArrowLeft")
     assert page.locator("#look").is_visible()
     page.keyboard.press("Tab")
-    assert page.locator("#model").evaluate("node => node === document.activeElement")
+    assert is_focused(page.locator("#model"))
     page.keyboard.type("scene")
     assert page.locator("#model").input_value() == "scene"
     page.keyboard.press("Tab")
-    assert page.locator("#file").evaluate("node => node === document.activeElement")
+    assert is_focused(page.locator("#file"))
     page.set_input_files("#file", image)
     page.keyboard.press("Tab")
     page.keyboard.press("Control+Enter")
@@ -155,8 +137,7 @@ def test_an_example_is_asked_of_every_domain_at_once(page, served):
     content = httpx.get(f"{served.url}/{listed[1]['images'][0]}").content
     counts = {}
     for name in ("plates", "traffic"):
-        answer = httpx.post(f"{served.url}/v1/vision/{name}", files={"image": content}).json()
-        counts[name] = len(answer["results"][0]["detections"])
+        counts[name] = len(served.look(name, content)["detections"])
     chips = [chip.inner_text().split() for chip in page.locator("#legend button").all()]
     assert {name: int(count) for name, count in chips} == counts
     assert page.locator("#boxes rect").count() == sum(counts.values()) > 0
@@ -168,10 +149,8 @@ def test_many_files_and_their_answers_in_other_formats(page, tmp_path):
     for number, size in enumerate([(500, 3000), (3000, 500), (60, 40)]):
         picture = Image.radial_gradient("L").resize(size).convert("RGB")
         picture.save(tmp_path / f"{number}.png")
-    page.select_option("#model", "*")
-    page.set_input_files("#file", [str(tmp_path / f"{number}.png") for number in range(3)])
-    page.click("#run")
-    page.locator("#timing", has_text="6 answers").wait_for(timeout=20_000)
+    files = [str(tmp_path / f"{number}.png") for number in range(3)]
+    asked(page, "*", files, until="6 answers")
     for number, shape in enumerate([500 / 3000, 3000 / 500, 60 / 40]):
         page.locator(".thumb").nth(number).click()
         page.wait_for_function("() => document.querySelector('#picture').complete")
@@ -181,11 +160,7 @@ def test_many_files_and_their_answers_in_other_formats(page, tmp_path):
         assert over == pytest.approx(box, abs=1)
     found = {}
     for name in ("coco", "yolo", "labelstudio", "csv"):
-        page.select_option("#format", name)
-        with page.expect_download() as loading:
-            page.click("#save")
-        found[name] = tmp_path / loading.value.suggested_filename
-        loading.value.save_as(found[name])
+        found[name] = saved(page, name, tmp_path)
     coco = json.loads(found["coco"].read_text())
     assert [image["file_name"] for image in coco["images"]] == ["0.png", "1.png", "2.png"]
     first = coco["images"][0]
@@ -202,10 +177,7 @@ def test_many_files_and_their_answers_in_other_formats(page, tmp_path):
 
 
 def test_zoom_keeps_boxes_on_the_picture(page, image):
-    page.select_option("#model", "plates")
-    page.set_input_files("#file", image)
-    page.click("#run")
-    page.locator("#timing", has_text="in total").wait_for(timeout=20_000)
+    asked(page, "plates", image)
     before = page.locator("#picture").bounding_box()
     page.focus("#viewport")
     page.keyboard.press("+")
@@ -249,12 +221,8 @@ def test_the_confidence_can_be_given_back_to_the_domains(page):
 def test_on_any_screen(page, image, scheme, width):
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": width, "height": 800})
-    page.select_option("#model", "plates")
-    page.set_input_files("#file", image)
-    page.click("#run")
-    page.locator("#timing", has_text="in total").wait_for(timeout=20_000)
-    wide = page.evaluate("() => document.documentElement.scrollWidth - innerWidth")
-    assert wide <= 0, "nothing sticks out to the side"
+    asked(page, "plates", image)
+    assert overhang(page) <= 0, "nothing sticks out to the side"
     ground, ink = page.evaluate(
         """() => {
             const style = getComputedStyle(document.body);

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from tests.support.browser import opened, violations
+from tests.support.browser import asked, drawn, is_focused, opened, saved, violations
 from tests.support.fake_engine import PERSON, FakeEngine
 from tests.support.http_helpers import serving
 
@@ -39,11 +39,7 @@ def pictures(tmp_path):
 
 
 def answered(page, files):
-    page.select_option("#model", "person")
-    page.set_input_files("#file", files)
-    page.locator("#least").fill("0.1")
-    page.click("#run")
-    page.locator("#timing", has_text="in total").wait_for()
+    asked(page, "person", files, "0.1")
     page.click("#correct")
     assert page.locator("#edit .grip").count() == 2
 
@@ -72,23 +68,11 @@ def drag(page, start, end):
 
 def boxes(page):
     """The boxes as they are drawn: (x0, y0, x1, y1), in order."""
-    found = []
-    for box in page.locator("#boxes rect").all():
-        x, y, w, h = (float(box.get_attribute(name)) for name in ("x", "y", "width", "height"))
-        found.append([x, y, x + w, y + h])
-    return found
+    return [[x, y, x + width, y + height] for x, y, width, height in drawn(page)]
 
 
 def exactly(*expected):
     return [pytest.approx(box, abs=0.15) for box in expected]
-
-
-def saved(page, name, folder):
-    page.select_option("#format", name)
-    with page.expect_download() as loading:
-        page.click("#save")
-    loading.value.save_as(folder / loading.value.suggested_filename)
-    return folder / loading.value.suggested_filename
 
 
 def test_by_mouse_with_undo_and_redo(page):
@@ -152,10 +136,10 @@ def test_by_keyboard_alone(page):
     page.locator(".grip").nth(1).focus()
     page.keyboard.press("Delete")
     assert boxes(page) == exactly([12, 1, 51, 41])
-    assert page.locator(".grip").evaluate("node => node === document.activeElement")
+    assert is_focused(page.locator(".grip"))
     page.keyboard.press("n")
     assert len(boxes(page)) == 2
-    assert page.locator(".grip").nth(1).evaluate("node => node === document.activeElement")
+    assert is_focused(page.locator(".grip").nth(1))
     page.keyboard.press("Control+z")
     page.keyboard.press("Control+z")
     assert boxes(page) == exactly([12, 1, 51, 41], UNSURE)
@@ -165,7 +149,7 @@ def test_by_keyboard_alone(page):
     while page.locator("#undo").is_enabled():
         page.keyboard.press("Enter")
     assert boxes(page) == exactly(SURE, UNSURE)
-    assert page.locator("#redo").evaluate("node => node === document.activeElement")
+    assert is_focused(page.locator("#redo"))
     page.locator(".grip").first.focus()
     page.keyboard.press("Shift+Tab")
     assert page.locator(":focus").count() == 1
@@ -285,16 +269,14 @@ def test_nothing_is_lost_by_switching_pictures_and_asked_before_it_would_be(page
         lose()
         page.locator("#confirm-dialog[open]").wait_for()
         assert "2 pictures" in page.locator("#confirm-text").inner_text()
-        assert page.locator("#confirm-no").evaluate("node => node === document.activeElement")
+        assert is_focused(page.locator("#confirm-no"))
         page.keyboard.press("Escape")
         page.locator("#confirm-dialog[open]").wait_for(state="detached")
         assert boxes(page) == exactly([1, 0, 41, 30], UNSURE)
     page.click("#save")  # what is saved can go
     page.click("#clear")
     page.locator("#gallery").wait_for()
-    page.set_input_files("#file", pictures)
-    page.click("#run")
-    page.locator("#timing", has_text="in total").wait_for()
+    asked(page, "person", pictures)
     assert boxes(page) == exactly(SURE, UNSURE)
 
 

@@ -10,14 +10,13 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from tests.support.browser import opened, violations
+from tests.support.browser import asked, drawn, is_focused, opened, overhang, violations
 from tests.support.fake_engine import PERSON, SCENE, FakeEngine
-from tests.support.http_helpers import encoded, picture, serving
+from tests.support.http_helpers import ADMIN, encoded, loading, picture, serving
 from valora_serve.types import Mode
 
 pytestmark = pytest.mark.slow
 
-ADMIN = "an-admin-key-of-32-characters-ok"
 KEY = f"sessionStorage.setItem('valora-key', '{ADMIN}')"
 HIDDEN = "Object.defineProperty(document, 'hidden', { value: true })"
 REFUSED = ("Failed to load resource",)  # what the browser says of an answer that is an error
@@ -67,10 +66,7 @@ def server(examples, tmp_path_factory):
     (place / "adapters").mkdir()
     engine = Machine()
     engine._served |= {m.name: replace(m, root=str(examples)) for m in (PERSON, SCENE)}
-    with serving(
-        engine, allow_runtime_loading=True, adapter_folder=str(place / "adapters"),
-        api_key=ADMIN, state_file=str(place / "served.json"),
-    ) as running:  # fmt: skip
+    with serving(engine, **loading(place)) as running:
         yield running
 
 
@@ -91,11 +87,7 @@ def test_an_example_beside_the_boxes_of_its_teacher(page):
     assert not page.locator("#beside").is_visible()
     page.click("#compare")
     assert page.locator("#boxes rect").count() == 1
-    drawn = [
-        [float(box.get_attribute(name)) for name in ("x", "y", "width", "height")]
-        for box in page.locator("#beside-boxes rect").all()
-    ]
-    assert drawn == [[1, 1, 40, 30], [60, 40, 10, 10]]
+    assert drawn(page, "#beside-boxes rect") == [[1, 1, 40, 30], [60, 40, 10, 10]]
     left, right = (page.locator(name).bounding_box() for name in ("#stage", "#beside-stage"))
     assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"]
     assert (left["width"], left["height"]) == (right["width"], right["height"])
@@ -115,7 +107,7 @@ def test_an_example_beside_the_boxes_of_its_teacher(page):
     page.set_viewport_size({"width": 360, "height": 740})
     left, right = (page.locator(name).bounding_box() for name in ("#stage", "#beside-stage"))
     assert left["y"] + left["height"] <= right["y"], "one below the other on a phone"
-    assert page.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0
+    assert overhang(page) <= 0
     assert violations(page) == []
 
 
@@ -168,7 +160,7 @@ def test_the_engine_over_time(watched):
         watched.emulate_media(color_scheme=scheme)
         assert violations(watched) == []
     watched.set_viewport_size({"width": 360, "height": 740})
-    assert watched.evaluate("() => document.documentElement.scrollWidth - innerWidth") <= 0
+    assert overhang(watched) <= 0
     assert watched.locator("#replicas").is_hidden()
 
 
@@ -312,7 +304,7 @@ def test_the_key_can_be_put_off_and_entered_later(browser, server):
         page = context.new_page()
         page.goto(server.url)
         page.locator("#key-dialog[open]").wait_for()
-        assert page.locator("#key").evaluate("node => node === document.activeElement")
+        assert is_focused(page.locator("#key"))
         page.fill("#key", "a-wrong-one")
         page.keyboard.press("Enter")
         page.locator("#key-error", has_text="not known here").wait_for()
@@ -346,11 +338,7 @@ def common(a, b):
 def test_labels_are_beside_what_they_name(page, tmp_path, size):
     width, height = size
     Image.radial_gradient("L").resize(size).save(tmp_path / "a.png")
-    page.select_option("#model", "person")
-    page.set_input_files("#file", str(tmp_path / "a.png"))
-    page.locator("#least").fill("0.1")
-    page.click("#run")
-    page.locator("#timing", has_text="in total").wait_for()
+    asked(page, "person", str(tmp_path / "a.png"), "0.1")
     page.wait_for_function("() => document.querySelectorAll('#boxes .plate').length === 2")
     shape = page.locator("#picture").bounding_box()
     assert shape["width"] / shape["height"] == pytest.approx(width / height, rel=0.02)

@@ -1,35 +1,18 @@
 """Documents and the real server: made, asked, restarted, asked again, deleted."""
 
-import json
 import signal
 
 import httpx
 import pytest
 
-from tests.e2e.valora_serve.serving import Process
+from tests.e2e.valora_serve.serving import HEADERS, SECRET, Process, write_golden
 from tests.support.context_bundles import ContextSpec, make_context_bundle
 from tests.support.serve_helpers import LANGUAGE
-from valora_data.contract.bundle import GOLDEN, read_bundle, write_manifest
 from valora_data.contract.contexts import MEMORY_TOKENS, PREFIX
 
 pytestmark = pytest.mark.slow
 
-SECRET = "an-admin-key-for-these-tests"
-HEADERS = {"authorization": f"Bearer {SECRET}"}
 DOCUMENT = "The red key opens the old green door. Nobody but Ann knows where it lies. " * 6
-
-
-def add_golden(folder, answers):
-    """Give a bundle golden examples of its contexts."""
-    bundle = read_bundle(folder)
-    (folder / "golden").mkdir(exist_ok=True)
-    examples = [
-        {"domain": name, "prompt": "Who knows?", "expected": text, "max_tokens": 8}
-        for name, text in answers.items()
-    ]
-    (folder / GOLDEN).write_text(json.dumps(examples))
-    manifest = {k: v for k, v in bundle.manifest.items() if k not in ("files", "schema_version")}
-    write_manifest(folder, manifest)
 
 
 def test_documents(tmp_path):
@@ -93,7 +76,10 @@ def test_documents(tmp_path):
         )
         assert "fewer than" in make(name="big", document="a " * 5000).json()["error"]["message"]
         server.end(signal.SIGKILL)
-        add_golden(bundle, {name: before[name] for name in ("learnt", "read")})
+        write_golden(bundle, [
+            {"domain": name, "prompt": "Who knows?", "expected": before[name], "max_tokens": 8}
+            for name in ("learnt", "read")
+        ])  # fmt: skip
         server = Process(*arguments, cwd=tmp_path).ready()
         assert server.said("2 golden examples reproduced")
         assert {name: ask(name)["choices"][0]["message"]["content"] for name in names} == before

@@ -1,6 +1,5 @@
 """The golden examples of a bundle, asked through every door and in every form of a request."""
 
-import base64
 import json
 
 import httpx
@@ -8,22 +7,17 @@ import openai
 import pytest
 
 from tests.e2e.valora_serve.serving import Process, bundle_with_golden
+from tests.support.http_helpers import data_url
+from tests.support.serve_helpers import DOMAINS as COMMON
 from tests.support.serve_helpers import DomainSpec
 from valora_data.contract.bundle import GOLDEN
 from valora_data.contract.results import BoxesResult
 
 pytestmark = pytest.mark.slow
 
-DOMAINS = {
-    "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
-    "traffic": DomainSpec("adapter-1", labels=["car", "bus", "bike"], prompt="Find traffic."),
-    "scene": DomainSpec("adapter-2", "classification", ["forest", "street", "beach"],
-                        prompt="Which scene?"),
-    "crowd": DomainSpec("adapter-2", "counting", [str(n) for n in range(11)], "visual_mean",
-                        "How many people?", 1.7),
+DOMAINS = COMMON | {
     "facts": DomainSpec("adapter-1", "yes_no", ["no", "yes"], "visual_mean", "{}"),
     "find": DomainSpec("adapter-1", "classification", ["left", "right"], "last", "locate {}"),
-    "caption": DomainSpec("adapter-2", None, [], prompt="Describe the image."),
 }  # fmt: skip
 
 
@@ -34,9 +28,8 @@ def bundle(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def process(bundle, tmp_path_factory):
-    process = Process(bundle, cwd=tmp_path_factory.mktemp("serve")).ready()
-    yield process
-    process.end()
+    with Process(bundle, cwd=tmp_path_factory.mktemp("serve")) as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +39,11 @@ def client(process):
 
 @pytest.fixture(scope="module")
 def image(bundle):
-    return data_url(bundle / "golden" / "traffic-0.png")
+    return url_of(bundle / "golden" / "traffic-0.png")
 
 
-def data_url(file):
-    return "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+def url_of(file):
+    return data_url(file.read_bytes())
 
 
 def text(words):
@@ -83,7 +76,7 @@ def test_golden_boxes_hold_in_every_form_of_a_chat(client, bundle):
     assert len(examples) == 2
     assert all(example["expected"] for example in examples)
     for example in examples:
-        found = forms(data_url(bundle / example["image"]), "What do you see in this picture?")
+        found = forms(url_of(bundle / example["image"]), "What do you see in this picture?")
         for name, messages in found.items():
             for stream in (False, True):
                 answer = client.chat.completions.create(
@@ -97,7 +90,7 @@ def test_golden_boxes_hold_in_every_form_of_a_chat(client, bundle):
 
 def test_golden_boxes_hold_through_the_other_doors(client, process, bundle):
     for example in json.loads((bundle / GOLDEN).read_text()):
-        url, expected = data_url(bundle / example["image"]), example["expected"]
+        url, expected = url_of(bundle / example["image"]), example["expected"]
         body = httpx.post(
             f"{process.url}/v1/vision/{example['domain']}",
             json={"images": [url], "prompt": "What is it?"}, timeout=60,
@@ -117,7 +110,7 @@ def test_golden_boxes_hold_through_the_other_doors(client, process, bundle):
 def test_golden_boxes_hold_for_several_images_of_one_chat(client, bundle):
     examples = json.loads((bundle / GOLDEN).read_text())
     for example in examples:
-        urls = [data_url(bundle / one["image"]) for one in (examples[0], example, examples[1])]
+        urls = [url_of(bundle / one["image"]) for one in (examples[0], example, examples[1])]
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         answer = client.chat.completions.create(
             model=example["domain"], messages=[{"role": "user", "content": parts}]

@@ -16,26 +16,17 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.valora_serve.serving import ROOTS, Process
+from tests.e2e.valora_serve.serving import HEADERS, ROOTS, SECRET, Process
 from tests.support.http_helpers import encoded
 from tests.support.serve_helpers import make_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
-SECRET = "an-admin-key-for-these-tests"
-HEADERS = {"authorization": f"Bearer {SECRET}"}
 TARGET = 8  # requests of a replica from which on another one is started
 
 
 class Replicated(Process):
     """A server with replicas."""
-
-    def post(self, path, seconds=60, **body):
-        return httpx.post(f"{self.url}/v1/{path}", json=body, headers=HEADERS, timeout=seconds)
-
-    def chat(self, model="tiny", text="what is this?", **options):
-        messages = [{"role": "user", "content": text}]
-        return self.post("chat/completions", model=model, messages=messages, **options)
 
     def metrics(self, name):
         """Values of a metric by replica, or the one value of a metric without replicas."""
@@ -122,23 +113,14 @@ def test_answers_are_those_of_one_engine(replicated, served):
         )
     ]
     for body in bodies:
-        both = [
-            httpx.post(f"{one.url}/v1/chat/completions", json=body, headers=HEADERS, timeout=60)
-            for one in (replicated, served)
-        ]
+        both = [one.post("chat/completions", **body) for one in (replicated, served)]
         assert [answer.status_code for answer in both] == [200, 200], both[0].text
         first, second = (answer.json() for answer in both)
         assert same(first["choices"], second["choices"])
         assert first["usage"]["completion_tokens"] == second["usage"]["completion_tokens"]
     image = encoded(Image.radial_gradient("L").resize((140, 90)).convert("RGB"))
     for domain in ("plates", "traffic", "scene", "crowd", "caption"):
-        results = [
-            httpx.post(
-                f"{one.url}/v1/vision/{domain}", files={"image": image}, headers=HEADERS, timeout=60
-            ).json()["results"]
-            for one in (replicated, served)
-        ]
-        assert same(*results), domain
+        assert same(*(one.look(domain, image) for one in (replicated, served))), domain
     wrong = replicated.chat("nobody")
     assert wrong.status_code == 404
     assert "traffic" in wrong.json()["error"]["message"]
@@ -181,9 +163,7 @@ def test_adapters_are_loaded_and_unloaded_everywhere(replicated):
     assert made.status_code == 200, made.text
     refused = replicated.post("load_lora_adapter", lora_name="bad", lora_path="bad")
     assert refused.status_code == 400, refused.text
-    listed = httpx.get(f"{replicated.url}/v1/models", headers=HEADERS).json()["data"]
-    assert "new" in {model["id"] for model in listed}
-    assert "bad" not in {model["id"] for model in listed}
+    assert {"new", "bad"} & replicated.names() == {"new"}
     until(lambda: set(replicated.metrics("adapters_known").values()) == {3.0}, 60)
     assert replicated.chat("new", max_tokens=4).status_code == 200
     busy = replicated.post("unload_lora_adapter", lora_name="sample/adapter-1")

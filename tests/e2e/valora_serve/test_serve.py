@@ -1,6 +1,5 @@
 """The server as users run it: the real engine, the tiny base model, unmodified clients."""
 
-import base64
 import json
 import os
 import re
@@ -16,17 +15,15 @@ import httpx
 import openai
 import pytest
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from tests.e2e.valora_serve.serving import ROOT, Process, bundle_with_golden
-from tests.support.http_helpers import until
+from tests.e2e.valora_serve.serving import ROOT, SECRET, Process, bundle_with_golden, write_golden
+from tests.support.http_helpers import data_url, encoded, until
 from tests.support.serve_helpers import DOMAINS, DomainSpec, make_adapter, make_bundle
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_serve.server.access.keys import new_key
 
 pytestmark = pytest.mark.slow
-
-SECRET = "an-admin-key-for-these-tests"
-HEADERS = {"authorization": f"Bearer {SECRET}"}
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +31,8 @@ def client(served):
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def picture(tmp_path_factory):
-    file = tmp_path_factory.mktemp("pictures") / "a.png"
-    Image.radial_gradient("L").resize((160, 90)).convert("RGB").save(file)
-    return file
-
-
-def url(file):
-    return "data:image/png;base64," + base64.b64encode(file.read_bytes()).decode()
+PICTURE = encoded(Image.radial_gradient("L").resize((160, 90)).convert("RGB"))
+IMAGE = {"type": "image_url", "image_url": {"url": data_url(PICTURE)}}
 
 
 def test_the_start_says_what_is_served(served, sample_bundle):
@@ -52,56 +42,39 @@ def test_the_start_says_what_is_served(served, sample_bundle):
     assert served.said(r"2 golden examples reproduced; ready after \d+\.\d s")
 
 
-def test_every_kind_of_domain_answers(served, picture):
-    def ask(domain):
-        with picture.open("rb") as file:
-            answer = httpx.post(
-                f"{served.url}/v1/vision/{domain}", files={"image": file}, timeout=60
-            )
-        assert answer.status_code == 200, answer.text
-        return answer.json()["results"][0]
-
-    for item in ask("traffic")["detections"]:
+def test_every_kind_of_domain_answers(served):
+    for item in served.look("traffic", PICTURE)["detections"]:
         x0, y0, x1, y1 = item["box"]
         assert 0 <= x0 <= x1 <= 160
         assert 0 <= y0 <= y1 <= 90
         assert item["label"] in {"car", "bus", "bike"}
-    assert sum(ask("scene")["confidences"].values()) == pytest.approx(1, abs=1e-4)
-    assert ask("crowd")["label"].isdigit()
-    assert ask("caption")["text"]
+    sure = served.look("scene", PICTURE)["confidences"]
+    assert sum(sure.values()) == pytest.approx(1, abs=1e-4)
+    assert served.look("crowd", PICTURE)["label"].isdigit()
+    assert served.look("caption", PICTURE)["text"]
 
 
-def test_a_bundle_without_any_adapter_answers(tmp_path, picture):
+def test_a_bundle_without_any_adapter_answers(tmp_path):
     domains = {name: replace(spec, adapter=None) for name, spec in DOMAINS.items()}
     bare = bundle_with_golden(tmp_path / "bare", name="bare", domains=domains, adapters={})
-    served = Process(bare, cwd=tmp_path).ready()
-    try:
+    with Process(bare, cwd=tmp_path) as served:
         assert served.said(r"2 golden examples reproduced; ready after \d+\.\d s")
         for name, spec in domains.items():
-            with picture.open("rb") as file:
-                answer = httpx.post(
-                    f"{served.url}/v1/vision/{name}", files={"image": file}, timeout=60
-                )
-            assert answer.status_code == 200, answer.text
-            (result,) = answer.json()["results"]
+            result = served.look(name, PICTURE)
             if spec.kind == "detection":
                 assert {item["label"] for item in result["detections"]} <= set(spec.labels)
             else:
                 assert result["text"] if spec.kind is None else result["label"] in spec.labels
-        listed = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
-        assert {item["id"] for item in listed} == {"tiny", *domains}
-    finally:
+        assert served.names() == {"tiny", *domains}
         assert served.end() == 0
 
 
-def test_head_and_text_in_one_client(client, picture):
-    message = [
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url(picture)}}]}
-    ]
-    answer = client.chat.completions.create(model="scene", messages=message)
+def test_head_and_text_in_one_client(client):
+    message = {"role": "user", "content": [IMAGE]}
+    answer = client.chat.completions.create(model="scene", messages=[message])
     assert answer.choices[0].message.content in {"forest", "street", "beach"}
     assert answer.valora["adapter"] == "sample/adapter-2"
-    text = [{"type": "text", "text": "describe the image."}, *message[0]["content"]]
+    text = [{"type": "text", "text": "describe the image."}, IMAGE]
     options = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 24}
     whole = client.chat.completions.create(**options, logprobs=True, top_logprobs=2)
     assert whole.choices[0].message.content
@@ -193,9 +166,8 @@ def test_a_client_that_goes_away_frees_everything(served):
     until(all_free)
 
 
-def test_metrics_after_requests(served, client, picture):
-    for content in ("a dog", [{"type": "image_url", "image_url": {"url": url(picture)}}]):
-        model = "scene" if isinstance(content, list) else "tiny"
+def test_metrics_after_requests(served, client):
+    for model, content in (("tiny", "a dog"), ("scene", [IMAGE])):
         message = {"role": "user", "content": content}
         client.chat.completions.create(model=model, messages=[message], max_tokens=3)
     text = httpx.get(f"{served.url}/metrics").text
@@ -225,17 +197,10 @@ def test_a_changed_bundle_is_not_served(tmp_path):
 
 
 def test_a_bundle_that_answers_differently_is_not_served(sample_bundle, tmp_path):
-    from valora_data.contract.bundle import write_manifest
-
     folder = shutil.copytree(sample_bundle, tmp_path / "b")
-    file = folder / GOLDEN
-    examples = json.loads(file.read_text())
+    examples = json.loads((folder / GOLDEN).read_text())
     examples[0]["expected"][0]["box"][0] += 3
-    file.write_text(json.dumps(examples))
-    manifest = read_bundle(sample_bundle).manifest
-    write_manifest(
-        folder, {k: v for k, v in manifest.items() if k not in ("files", "schema_version")}
-    )
+    write_golden(folder, examples)
     process = Process(folder, cwd=tmp_path)
     assert process.end(0, 60) == 1
     assert process.said("error: golden example plates-0.png of plates came out differently")
@@ -246,11 +211,7 @@ def test_sigterm_lets_running_requests_end(sample_bundle, tmp_path):
     answers = []
 
     def ask():
-        body = {
-            "model": "tiny", "messages": [{"role": "user", "content": "describe"}],
-            "max_tokens": 300, "ignore_eos": True,
-        }  # fmt: skip
-        answers.append(httpx.post(f"{process.url}/v1/chat/completions", json=body, timeout=60))
+        answers.append(process.chat(max_tokens=300, ignore_eos=True))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -275,38 +236,29 @@ def test_kill_and_restart_come_back_to_the_same_set(sample_bundle, tmp_path):
     )  # fmt: skip
 
     def ask(process, model):
-        body = {"model": model, "prompt": "a red star and", "max_tokens": 8}
-        answer = httpx.post(f"{process.url}/v1/completions", json=body, headers=HEADERS, timeout=60)
+        answer = process.post("completions", model=model, prompt="a red star and", max_tokens=8)
         return answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
 
-    def names(process):
-        listed = httpx.get(f"{process.url}/v1/models", headers=HEADERS).json()["data"]
-        return {model["id"] for model in listed}
-
-    def post(process, path, body):
-        return httpx.post(f"{process.url}/v1/{path}", json=body, headers=HEADERS, timeout=60)
-
     first = Process(*arguments, cwd=tmp_path).ready()
-    for name in ("one", "two"):
-        body = {"lora_name": name, "lora_path": name}
-        assert post(first, "load_lora_adapter", body).status_code == 200
-    assert post(first, "load_bundle", {"bundle_path": "more"}).status_code == 200
-    assert post(first, "unload_lora_adapter", {"lora_name": "one"}).status_code == 200
-    assert post(first, "unload_bundle", {"bundle_name": "sample"}).status_code == 200
-    before, said = names(first), ask(first, "two")
+    for path, body in (
+        ("load_lora_adapter", {"lora_name": "one", "lora_path": "one"}),
+        ("load_lora_adapter", {"lora_name": "two", "lora_path": "two"}),
+        ("load_bundle", {"bundle_path": "more"}),
+        ("unload_lora_adapter", {"lora_name": "one"}),
+        ("unload_bundle", {"bundle_name": "sample"}),
+    ):
+        assert first.post(path, **body).status_code == 200
+    before, said = first.names(), ask(first, "two")
     assert {"two", "signs"} <= before
     assert not {"one", "scene"} & before
     first.end(signal.SIGKILL)
-    second = Process(*arguments, cwd=tmp_path).ready()
-    try:
-        assert names(second) == before
+    with Process(*arguments, cwd=tmp_path) as second:
+        assert second.names() == before
         assert ask(second, "two") == said
         assert ask(second, "one") is None
-    finally:
-        second.end()
 
 
-def test_a_stranger_learns_nothing_of_cached_prompts(sample_bundle, picture, tmp_path):
+def test_a_stranger_learns_nothing_of_cached_prompts(sample_bundle, tmp_path):
     """Of the base model, an adapter, a context and an image: each key finds what it sent itself."""
     keys = {name: new_key(name, "user") for name in ("alice", "bob")}
     (tmp_path / "keys").write_text("\n".join(line for _, line in keys.values()))
@@ -315,38 +267,28 @@ def test_a_stranger_learns_nothing_of_cached_prompts(sample_bundle, picture, tmp
         sample_bundle, "--no-golden", "--keys-file", tmp_path / "keys", "--api-key", SECRET,
         "--allow-runtime-loading", "--adapter-folder", tmp_path / "adapters",
         "--state-file", tmp_path / "state.json", cwd=tmp_path,
-    ).ready()  # fmt: skip
-
-    def send(secret, path, **body):
-        headers = {"authorization": f"Bearer {secret}"}
-        answer = httpx.post(f"{process.url}/v1/{path}", json=body, headers=headers, timeout=60)
-        return answer.raise_for_status().json()
+    )  # fmt: skip
 
     def cached(name, model, parts, **more):
-        turns = [{"role": "user", "content": parts}]
-        body = {"model": model, "messages": turns, "max_tokens": 1, **more}
-        used = send(keys[name][0], "chat/completions", **body)["usage"]
+        answer = process.chat(model, parts, key=keys[name][0], max_tokens=1, **more)
+        used = answer.raise_for_status().json()["usage"]
         return used["prompt_tokens_details"]["cached_tokens"]
 
     text = {"type": "text", "text": "my account is four seven one two and my pin nine three " * 3}
-    image = {"type": "image_url", "image_url": {"url": url(picture)}}
-    try:
-        send(SECRET, "contexts", name="rules", document="No dogs after eight. " * 20)
+    with process:
+        made = process.post("contexts", name="rules", document="No dogs after eight. " * 20)
+        made.raise_for_status()
         asked = [(model, [text]) for model in ("tiny", "sample/adapter-1", "rules")]
-        for model, parts in (*asked, ("tiny", [image, text])):
+        for model, parts in (*asked, ("tiny", [IMAGE, text])):
             for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
                 first, again = (cached("alice", model, parts, **salt) for _ in range(2))
                 assert (first > 0) == (model == "rules")  # the document, which is the operator's
                 assert again > first + 32
                 assert cached("bob", model, parts, **salt) == first
                 assert cached("bob", model, parts, **salt) == again
-    finally:
-        process.end()
 
 
 def test_adapters_that_do_not_fit_are_refused(sample_bundle, tmp_path, random_llava):
-    from safetensors.torch import load_file, save_file
-
     store = tmp_path / "store"
     make_adapter(store / "foreign", str(random_llava), seed=1)
     good = make_adapter(store / "good", "tiny", seed=1)
@@ -362,23 +304,17 @@ def test_adapters_that_do_not_fit_are_refused(sample_bundle, tmp_path, random_ll
     cut.write_bytes(cut.read_bytes()[:-100])
     archive = shutil.copytree(good, store / "tar") / "adapter_model.safetensors"
     subprocess.run(["tar", "cf", archive, "-C", store, "good"], check=True)
-    process = Process(
+    refused = ("foreign", "nan", "strange", "narrow", "cut", "tar")
+    with Process(
         sample_bundle, "--no-golden", "--allow-runtime-loading", "--adapter-folder", store,
         "--api-key", SECRET, cwd=tmp_path,
-    ).ready()  # fmt: skip
-    try:
-        for name in ("foreign", "nan", "strange", "narrow", "cut", "tar"):
-            body = {"lora_name": name, "lora_path": name}
-            answer = httpx.post(
-                f"{process.url}/v1/load_lora_adapter", json=body, headers=HEADERS, timeout=60
-            )
+    ) as process:  # fmt: skip
+        for name in refused:
+            answer = process.post("load_lora_adapter", lora_name=name, lora_path=name)
             assert answer.status_code == 400, (name, answer.text)
             assert answer.json()["error"]["code"] == "invalid_adapter"
-        listed = httpx.get(f"{process.url}/v1/models", headers=HEADERS).json()["data"]
-        assert not {model["id"] for model in listed} & {"foreign", "nan", "strange", "cut", "tar"}
+        assert not process.names() & {*refused}
         assert httpx.get(f"{process.url}/health").status_code == 200
-    finally:
-        process.end()
 
 
 # Load generators
@@ -387,16 +323,11 @@ def test_adapters_that_do_not_fit_are_refused(sample_bundle, tmp_path, random_ll
 def test_bench_replays_a_trace(served, tmp_path):
     lines = [
         {"arrival": 0.0, "adapter": "scene", "prompt": 70, "output": 0, "images": 1},
-        {
-            "arrival": 0.05,
-            "adapter": "sample/adapter-1",
-            "prompt": 20,
-            "output": 6,
-            "latency_limit": 30,
-        },
+        {"arrival": 0.05, "adapter": "sample/adapter-1", "prompt": 20, "output": 6,
+         "latency_limit": 30},
         {"arrival": 0.1, "prompt": 12, "output": 5},
         {"arrival": 0.2, "adapter": "caption", "prompt": 90, "output": 4, "images": 1},
-    ]
+    ]  # fmt: skip
     trace = tmp_path / "trace.jsonl"
     trace.write_text("\n".join(json.dumps(line) for line in lines))
     done = subprocess.run(

@@ -6,7 +6,6 @@ import threading
 import time
 from pathlib import Path
 
-import httpx
 import pytest
 
 from tests.e2e.valora_serve.serving import Process
@@ -25,16 +24,12 @@ def test_a_server_whose_process_is_killed_answers_and_exits(tmp_path):
     server = Process("--device", "cpu", "--tensor-parallel", "2", cwd=tmp_path)
     try:
         server.ready(240)
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}]}
-        answer = httpx.post(
-            f"{server.url}/v1/chat/completions", json=body | {"max_tokens": 3}, timeout=60
-        )
+        answer = server.chat(max_tokens=3)
         assert answer.status_code == 200, answer.text
         late = {}
 
         def ask():
-            more = body | {"max_tokens": 1500, "ignore_eos": True}
-            late["answer"] = httpx.post(f"{server.url}/v1/chat/completions", json=more, timeout=60)
+            late["answer"] = server.chat(max_tokens=1500, ignore_eos=True)
 
         asking = threading.Thread(target=ask)
         asking.start()

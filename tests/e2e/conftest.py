@@ -6,8 +6,15 @@ import pytest
 from PIL import Image
 
 from tests.support import forked
+from tests.support.lmm_checkpoints import save_llava
 
 BLANK = Image.new("RGB", (8, 8))
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory):
+    """A tiny random LLaVA that several tests fuse on."""
+    return save_llava(tmp_path_factory.mktemp("llava"), seed=3)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,10 @@ import json
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from tests.support.engine_reference import make_engine
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
-from tests.support.stores import new_store
+from tests.support.stores import run_quietly
 from valora_data.contract.base_model import base_family
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.schema import Task
@@ -22,9 +21,7 @@ from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.server.loading.golden import replay
 from valora_serve.server.loading.startup import follow_bundles
-from valora_train.cli import run
 from valora_train.errors import SettingsError
-from valora_train.reporting.progress import Display
 from valora_train.settings import (
     DomainSettings,
     FusionSettings,
@@ -119,8 +116,7 @@ def text_domains(folder):
 
 
 def make(base, folder, names, **options):
-    new_store(folder)
-    run(settings_of(base, folder, names, **options), Display(Console(quiet=True)))
+    run_quietly(settings_of(base, folder, names, **options), folder)
     return folder / "bundles" / "all"
 
 
@@ -138,14 +134,9 @@ def replayed(base, bundle):
 
 
 @pytest.fixture(scope="module")
-def llava(tmp_path_factory):
-    return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
-
-
-@pytest.fixture(scope="module")
-def everything(llava, tmp_path_factory):
+def everything(base, tmp_path_factory):
     """A bundle with a domain of every task in one adapter."""
-    return make(llava, tmp_path_factory.mktemp("every"), tuple(EVERY_TASK))
+    return make(base, tmp_path_factory.mktemp("every"), tuple(EVERY_TASK))
 
 
 def test_domains_of_every_task_share_an_adapter(everything):
@@ -169,8 +160,8 @@ def test_domains_of_every_task_share_an_adapter(everything):
         assert name in (everything / "README.md").read_text()
 
 
-def test_the_engine_replays_every_golden_example(llava, everything):
-    assert replayed(llava, everything) == 2 * len(EVERY_TASK)
+def test_the_engine_replays_every_golden_example(base, everything):
+    assert replayed(base, everything) == 2 * len(EVERY_TASK)
 
 
 @pytest.mark.parametrize("family", [name for name in CHECKPOINTS if name != "llava"])
@@ -194,9 +185,7 @@ def test_domains_of_text_go_all_the_way(family, tmp_path):
     domains = text_domains(tmp_path)
     if family in CHECKPOINTS:
         domains["street_presence"] = domain("street_presence")
-    new_store(tmp_path)
-    settings = replace(settings_of(base, tmp_path, ()), domains=domains)
-    run(settings, Display(Console(quiet=True)))
+    run_quietly(replace(settings_of(base, tmp_path, ()), domains=domains), tmp_path)
     folder = tmp_path / "bundles" / "all"
     bundle = read_bundle(folder)
     assert list(bundle.adapters) == ["adapter-1"]

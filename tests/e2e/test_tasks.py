@@ -5,18 +5,15 @@ import json
 
 import pytest
 from PIL import Image
-from rich.console import Console
 
 from tests.support.engine_reference import make_engine
 from tests.support.http_helpers import data_url, serving
-from tests.support.stores import new_store
+from tests.support.stores import run_quietly
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.errors import DataError, ValoraError
 from valora_data.schema import Task
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.server.loading.golden import replay
-from valora_train.cli import run
-from valora_train.reporting.progress import Display
 from valora_train.settings import (
     DomainSettings,
     FusionSettings,
@@ -169,7 +166,7 @@ def settings_of(base, folder, data, options):
             steps=3, batch_size=4, probe_steps=2, threads=1, flip=False,
             lora=LoraSettings(rank=4, alpha=8),
         ),
-        paths=PathSettings(str(folder / "work"), str(folder / "bundles"), new_store(folder)),
+        paths=PathSettings(str(folder / "work"), str(folder / "bundles"), f"sqlite:///{folder}/mlflow.db"),
     )  # fmt: skip
 
 
@@ -177,10 +174,7 @@ def test_a_task_of_another_package_is_trained_and_served(installed, random_llava
     heads = installed("valora.head_kinds", "number", HEAD)
     installed("valora.tasks", "number", TASK.replace("HEADS", heads))
     data = write_data(tmp_path / "data")
-    run(
-        settings_of(random_llava, tmp_path, data, {"number": {"bias": 50.0}}),
-        Display(Console(quiet=True)),
-    )
+    run_quietly(settings_of(random_llava, tmp_path, data, {"number": {"bias": 50.0}}), tmp_path)
     folder = tmp_path / "bundles" / "gauges"
     promise = read_bundle(folder).domains["gauge"]
     assert (promise["task"], promise["metric"]) == ("number", "within_one")
@@ -219,7 +213,7 @@ def test_options_that_do_not_fit_are_refused_before_any_stage(
     (tmp_path / "empty").mkdir()
     wanted = settings_of("tiny", tmp_path, tmp_path / "empty", options)
     with pytest.raises(ValoraError, match=message):
-        run(wanted, Display(Console(quiet=True)))
+        run_quietly(wanted, tmp_path)
     assert not (tmp_path / "work").exists()
 
 

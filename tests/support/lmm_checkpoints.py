@@ -9,52 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import (
-    CLIPImageProcessor,
-    Gemma3Config,
-    Gemma3ForCausalLM,
-    Gemma3ForConditionalGeneration,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
-    GotOcr2ImageProcessor,
-    Idefics3Config,
-    Idefics3ForConditionalGeneration,
-    Idefics3ImageProcessor,
-    Idefics3Processor,
-    InternVLConfig,
-    InternVLForConditionalGeneration,
-    InternVLProcessor,
-    InternVLVideoProcessor,
-    LlamaForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaNextConfig,
-    LlavaNextForConditionalGeneration,
-    LlavaNextImageProcessor,
-    LlavaNextProcessor,
-    LlavaProcessor,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2_5_VLProcessor,
-    Qwen2ForCausalLM,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen2VLImageProcessor,
-    Qwen2VLProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3ForCausalLM,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-    SmolVLMConfig,
-    SmolVLMForConditionalGeneration,
-    SmolVLMImageProcessor,
-    SmolVLMProcessor,
-    SmolVLMVideoProcessor,
-)
+import transformers as hf
 from transformers.models.smolvlm import processing_smolvlm
 
 from valora_data.contract.base_model import base_folder
@@ -114,7 +69,7 @@ WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 4, 2, 16
 
 
 def _tokenizer(extra, end="<|im_end|>", **named):
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(
+    tokenizer = hf.PreTrainedTokenizerFast.from_pretrained(
         base_folder("tiny"), **({"extra_special_tokens": named} if named else {})
     )
     if extra:
@@ -148,7 +103,14 @@ def randomize(model, seed):
             model.lm_head.weight.mul_(3.0)
 
 
-def _save(folder, model, processor, seed):
+def _save(folder, kind, processor, seed, **config):
+    """Save a random model of a class, or of a family of images, with its processor."""
+    if isinstance(kind, str):
+        config = getattr(hf, f"{kind}Config")(**config)
+        kind = getattr(hf, f"{kind}ForConditionalGeneration")
+    else:
+        config = kind.config_class(**config)
+    model = kind(config)
     randomize(model, seed)
     tokenizer = getattr(processor, "tokenizer", processor)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -158,11 +120,21 @@ def _save(folder, model, processor, seed):
     return folder
 
 
+def _text(tokenizer, model_type, **more):
+    return {
+        "model_type": model_type, "vocab_size": len(tokenizer), "hidden_size": WIDTH,
+        "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "max_position_embeddings": 1024,
+        "tie_word_embeddings": False, "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, **more,
+    }  # fmt: skip
+
+
 def save_llava(folder, seed=0, *, side=32):
     """LLaVA-1.5 with grouped-query attention; an image is (side / 8)² tokens."""
     tokenizer = _tokenizer([])
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessor(
+    processor = hf.LlavaProcessor(
+        image_processor=hf.CLIPImageProcessor(
             size={"height": side, "width": side}, do_center_crop=False
         ),
         tokenizer=tokenizer,
@@ -171,7 +143,8 @@ def save_llava(folder, seed=0, *, side=32):
         num_additional_image_tokens=1,
         chat_template=(Path(base_folder("tiny")) / "chat_template.jinja").read_text(),
     )
-    config = LlavaConfig(
+    return _save(
+        folder, "Llava", processor, seed,
         vision_config={
             "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 64,
             "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": side,
@@ -188,18 +161,6 @@ def save_llava(folder, seed=0, *, side=32):
         vision_feature_layer=-2,
         tie_word_embeddings=False,
     )  # fmt: skip
-    return _save(folder, LlavaForConditionalGeneration(config), processor, seed)
-
-
-def _qwen_text(tokenizer, model_type, rope):
-    return {
-        "model_type": model_type, "vocab_size": len(tokenizer), "hidden_size": WIDTH,
-        "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "max_position_embeddings": 1024,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **rope},
-        "tie_word_embeddings": False, "bos_token_id": None,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
 
 
 def _qwen_ids(tokenizer):
@@ -212,54 +173,44 @@ def _qwen_ids(tokenizer):
     }
 
 
-def _qwen_processor(kind, video, tokenizer, placeholder):
+def _save_qwen(folder, seed, kind, rope, vision, videos="Qwen2VL", **text):
+    tokenizer = _tokenizer(QWEN_TOKENS)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **rope}
+    name = getattr(hf, f"{kind}Config").model_type
+    text = _text(tokenizer, f"{name}_text", bos_token_id=None, rope_parameters=rope) | text
     limits = {"shortest_edge": (2 * PATCH) ** 2, "longest_edge": (6 * PATCH) ** 2}
     sizes = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
-    return kind(
-        image_processor=Qwen2VLImageProcessor(size=dict(limits), **sizes),
-        video_processor=video(
-            size={"shortest_edge": limits["shortest_edge"], "longest_edge": 8 * (4 * PATCH) ** 2},
-            **sizes,
-        ),
+    frames = {**limits, "longest_edge": 8 * (4 * PATCH) ** 2}
+    processor = getattr(hf, f"{kind}Processor")(
+        image_processor=hf.Qwen2VLImageProcessor(size=limits, **sizes),
+        video_processor=getattr(hf, f"{videos}VideoProcessor")(size=frames, **sizes),
         tokenizer=tokenizer,
-        chat_template=QWEN_TEMPLATE.replace("VIDEO", placeholder),
+        chat_template=QWEN_TEMPLATE.replace("VIDEO", "<|vision_start|><|video_pad|><|vision_end|>"),
     )
+    return _save(
+        folder, kind, processor, seed, text_config=text,
+        vision_config={"depth": 3, "patch_size": PATCH, **vision},
+        tie_word_embeddings=text["tie_word_embeddings"], **_qwen_ids(tokenizer),
+    )  # fmt: skip
 
 
-FRAMED = "<|vision_start|><|video_pad|><|vision_end|>"
+QWEN_VISION = {
+    "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": WIDTH,
+}  # fmt: skip
 
 
 def save_qwen2_vl(folder, seed=0):
     """Qwen2-VL: three positions a token, images of any size, videos."""
-    tokenizer = _tokenizer(QWEN_TOKENS)
-    config = Qwen2VLConfig(
-        text_config=_qwen_text(tokenizer, "qwen2_vl_text", {"mrope_section": [2, 3, 3]}),
-        vision_config={
-            "depth": 3, "embed_dim": 32, "hidden_size": WIDTH, "num_heads": 2, "mlp_ratio": 2,
-            "patch_size": PATCH,
-        },
-        tie_word_embeddings=False,
-        **_qwen_ids(tokenizer),
-    )  # fmt: skip
-    processor = _qwen_processor(Qwen2VLProcessor, Qwen2VLVideoProcessor, tokenizer, FRAMED)
-    return _save(folder, Qwen2VLForConditionalGeneration(config), processor, seed)
+    vision = {"embed_dim": 32, "hidden_size": WIDTH, "num_heads": 2, "mlp_ratio": 2}
+    return _save_qwen(folder, seed, "Qwen2VL", {"mrope_section": [2, 3, 3]}, vision)
 
 
 def save_qwen2_5_vl(folder, seed=0):
     """Qwen2.5-VL: also attends in windows within an image, and tells seconds between frames."""
-    tokenizer = _tokenizer(QWEN_TOKENS)
-    config = Qwen2_5_VLConfig(
-        text_config=_qwen_text(tokenizer, "qwen2_5_vl_text", {"mrope_section": [2, 3, 3]}),
-        vision_config={
-            "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-            "patch_size": PATCH, "out_hidden_size": WIDTH, "window_size": 4 * PATCH,
-            "fullatt_block_indexes": [1], "tokens_per_second": 4,
-        },
-        tie_word_embeddings=False,
-        **_qwen_ids(tokenizer),
-    )  # fmt: skip
-    processor = _qwen_processor(Qwen2_5_VLProcessor, Qwen2VLVideoProcessor, tokenizer, FRAMED)
-    return _save(folder, Qwen2_5_VLForConditionalGeneration(config), processor, seed)
+    vision = QWEN_VISION | {
+        "window_size": 4 * PATCH, "fullatt_block_indexes": [1], "tokens_per_second": 4,
+    }  # fmt: skip
+    return _save_qwen(folder, seed, "Qwen2_5_VL", {"mrope_section": [2, 3, 3]}, vision)
 
 
 def save_qwen3_vl(folder, seed=0):
@@ -267,22 +218,10 @@ def save_qwen3_vl(folder, seed=0):
 
     As in the 2B and 4B, embeddings are tied.
     """
-    tokenizer = _tokenizer(QWEN_TOKENS)
-    text = _qwen_text(
-        tokenizer, "qwen3_vl_text", {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    )
-    config = Qwen3VLConfig(
-        text_config={**text, "head_dim": HEAD_DIM, "tie_word_embeddings": True},
-        vision_config={
-            "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2,
-            "patch_size": PATCH, "out_hidden_size": WIDTH, "num_position_embeddings": 36,
-            "deepstack_visual_indexes": [0, 2],
-        },
-        tie_word_embeddings=True,
-        **_qwen_ids(tokenizer),
-    )  # fmt: skip
-    processor = _qwen_processor(Qwen3VLProcessor, Qwen3VLVideoProcessor, tokenizer, FRAMED)
-    return _save(folder, Qwen3VLForConditionalGeneration(config), processor, seed)
+    rope = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    vision = QWEN_VISION | {"num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}
+    more = {"head_dim": HEAD_DIM, "tie_word_embeddings": True}
+    return _save_qwen(folder, seed, "Qwen3VL", rope, vision, "Qwen3VL", **more)
 
 
 SIGLIP = {
@@ -291,22 +230,12 @@ SIGLIP = {
 }  # fmt: skip
 
 
-def _text(tokenizer, model_type):
-    return {
-        "model_type": model_type, "vocab_size": len(tokenizer), "hidden_size": WIDTH,
-        "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS, "max_position_embeddings": 1024,
-        "tie_word_embeddings": False, "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
-    }  # fmt: skip
-
-
 def save_llava_next(folder, seed=0):
     """LLaVA-NeXT: a crop is 16 tokens, an image has up to four beside the whole."""
     tokenizer = _tokenizer([])
     sizes = [[CROP, 2 * CROP], [2 * CROP, CROP], [2 * CROP, 2 * CROP], [CROP, 3 * CROP]]
-    processor = LlavaNextProcessor(
-        image_processor=LlavaNextImageProcessor(
+    processor = hf.LlavaNextProcessor(
+        image_processor=hf.LlavaNextImageProcessor(
             size={"shortest_edge": CROP},
             crop_size={"height": CROP, "width": CROP},
             image_grid_pinpoints=sizes,
@@ -317,14 +246,14 @@ def save_llava_next(folder, seed=0):
         num_additional_image_tokens=1,
         chat_template=MISTRAL_TEMPLATE,
     )
-    config = LlavaNextConfig(
+    return _save(
+        folder, "LlavaNext", processor, seed,
         vision_config={"model_type": "clip_vision_model", **SIGLIP, "num_hidden_layers": 3},
-        text_config={**_text(tokenizer, "mistral"), "sliding_window": None},
+        text_config=_text(tokenizer, "mistral", sliding_window=None),
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
         image_grid_pinpoints=sizes,
         tie_word_embeddings=False,
-    )
-    return _save(folder, LlavaNextForConditionalGeneration(config), processor, seed)
+    )  # fmt: skip
 
 
 GEMMA3 = {
@@ -345,48 +274,44 @@ def save_gemma3(folder, seed=0):
     }  # fmt: skip
     tokenizer = _tokenizer(["<start_of_turn>", "<end_of_turn>"], "<end_of_turn>", **names)
     sides = {"height": 2 * CROP, "width": 2 * CROP}
-    processor = Gemma3Processor(
-        Gemma3ImageProcessor(size=sides),
+    processor = hf.Gemma3Processor(
+        hf.Gemma3ImageProcessor(size=sides),
         tokenizer,
         chat_template=GEMMA_TEMPLATE,
         image_seq_length=16,
     )
     vision = {**SIGLIP, "model_type": "siglip_vision_model", "image_size": 2 * CROP}
-    config = Gemma3Config(
+    return _save(
+        folder, "Gemma3", processor, seed,
         vision_config={**vision, "vision_use_head": False},
-        text_config={**_text(tokenizer, "gemma3_text"), **GEMMA3, "tie_word_embeddings": True},
+        text_config=_text(tokenizer, "gemma3_text") | GEMMA3 | {"tie_word_embeddings": True},
         mm_tokens_per_image=16,
         boi_token_index=tokenizer.boi_token_id,
         eoi_token_index=tokenizer.eoi_token_id,
         image_token_index=tokenizer.image_token_id,
-    )
-    return _save(folder, Gemma3ForConditionalGeneration(config), processor, seed)
+    )  # fmt: skip
 
 
-def _idefics3(processor, config, model, folder, seed):
+def _save_idefics3(folder, kind, processor, seed):
     tokenizer = processor.tokenizer
-    made = config(
-        vision_config=SIGLIP,
-        text_config=_text(tokenizer, "llama"),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        scale_factor=2,
+    return _save(
+        folder, kind, processor, seed, vision_config=SIGLIP, text_config=_text(tokenizer, "llama"),
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"), scale_factor=2,
         tie_word_embeddings=False,
-    )
-    return _save(folder, model(made), processor, seed)
+    )  # fmt: skip
 
 
 def save_idefics3(folder, seed=0):
     """Idefics3: a crop is 4 tokens, an image up to 3 x 3 crops and the whole."""
-    processor = Idefics3Processor(
-        Idefics3ImageProcessor(
+    processor = hf.Idefics3Processor(
+        hf.Idefics3ImageProcessor(
             size={"longest_edge": 3 * CROP}, max_image_size={"longest_edge": CROP}
         ),
         _tokenizer(SMOLVLM_TOKENS, "<end_of_utterance>"),
         image_seq_len=4,
         chat_template=SMOLVLM_TEMPLATE.replace("<|im_start|>", "{{ bos_token }}"),
     )
-    kinds = (Idefics3Config, Idefics3ForConditionalGeneration)
-    return _idefics3(processor, *kinds, folder, seed)
+    return _save_idefics3(folder, "Idefics3", processor, seed)
 
 
 def save_smolvlm(folder, seed=0):
@@ -394,10 +319,10 @@ def save_smolvlm(folder, seed=0):
     limit = {"longest_edge": CROP}
     tokenizer = _tokenizer(SMOLVLM_TOKENS, "<end_of_utterance>")
     tokenizer.bos_token = "<|im_start|>"
-    processor = SmolVLMProcessor(
-        SmolVLMImageProcessor(size={"longest_edge": 3 * CROP}, max_image_size=limit),
+    processor = hf.SmolVLMProcessor(
+        hf.SmolVLMImageProcessor(size={"longest_edge": 3 * CROP}, max_image_size=limit),
         tokenizer,
-        SmolVLMVideoProcessor(
+        hf.SmolVLMVideoProcessor(
             size=limit,
             max_image_size=limit,
             video_sampling={"max_frames": 64, "fps": 1, "video_size": limit},
@@ -405,7 +330,7 @@ def save_smolvlm(folder, seed=0):
         image_seq_len=4,
         chat_template=SMOLVLM_TEMPLATE,
     )
-    return _idefics3(processor, SmolVLMConfig, SmolVLMForConditionalGeneration, folder, seed)
+    return _save_idefics3(folder, "SmolVLM", processor, seed)
 
 
 def save_internvl(folder, seed=0):
@@ -420,14 +345,15 @@ def save_internvl(folder, seed=0):
     template = QWEN_TEMPLATE.replace("<|vision_start|>", "").replace("<|vision_end|>", "")
     for old, new in shown.items():
         template = template.replace(old, new)
-    processor = InternVLProcessor(
-        GotOcr2ImageProcessor(size=sides, max_patches=6),
+    processor = hf.InternVLProcessor(
+        hf.GotOcr2ImageProcessor(size=sides, max_patches=6),
         tokenizer,
-        InternVLVideoProcessor(size=sides),
+        hf.InternVLVideoProcessor(size=sides),
         image_seq_length=4,
         chat_template=template,
     )
-    config = InternVLConfig(
+    return _save(
+        folder, "InternVL", processor, seed,
         vision_config={
             **SIGLIP, "image_size": [CROP, CROP], "patch_size": [PATCH, PATCH],
             "use_mean_pooling": True,
@@ -437,16 +363,14 @@ def save_internvl(folder, seed=0):
         image_seq_length=4,
         tie_word_embeddings=False,
     )  # fmt: skip
-    return _save(folder, InternVLForConditionalGeneration(config), processor, seed)
 
 
 def _save_words(kind, tied, folder, seed=0, **settings):
     """A causal language model and its tokenizer, whose template reads texts and not parts."""
     tokenizer = _tokenizer(QWEN_TOKENS)
     tokenizer.chat_template = WORDS_TEMPLATE
-    text = _text(tokenizer, kind.config_class.model_type)
-    config = kind.config_class(**{**text, "tie_word_embeddings": tied, **settings})
-    return _save(folder, kind(config), tokenizer, seed)
+    text = _text(tokenizer, kind.config_class.model_type, tie_word_embeddings=tied)
+    return _save(folder, kind, tokenizer, seed, **text | settings)
 
 
 # As Llama 3.2's, positions beyond a quarter of the context are turned more slowly.
@@ -455,11 +379,11 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
 }  # fmt: skip
 TEXT_CHECKPOINTS = {
-    "gemma3_text": partial(_save_words, Gemma3ForCausalLM, True, **GEMMA3),
-    "llama": partial(_save_words, LlamaForCausalLM, True, rope_parameters=LLAMA3_ROPE),
-    "mistral": partial(_save_words, MistralForCausalLM, False, sliding_window=None),
-    "qwen2": partial(_save_words, Qwen2ForCausalLM, True),
-    "qwen3": partial(_save_words, Qwen3ForCausalLM, False, head_dim=32),
+    "gemma3_text": partial(_save_words, hf.Gemma3ForCausalLM, True, **GEMMA3),
+    "llama": partial(_save_words, hf.LlamaForCausalLM, True, rope_parameters=LLAMA3_ROPE),
+    "mistral": partial(_save_words, hf.MistralForCausalLM, False, sliding_window=None),
+    "qwen2": partial(_save_words, hf.Qwen2ForCausalLM, True),
+    "qwen3": partial(_save_words, hf.Qwen3ForCausalLM, False, head_dim=32),
 }
 """Builders of models without images, the first and third with tied embeddings."""
 CHECKPOINTS = {

@@ -32,3 +32,14 @@ def new_store(folder):
     if not file.exists():
         shutil.copy(_migrated(), file)
     return f"sqlite:///{file}"
+
+
+def run_quietly(settings, folder):
+    """Run the factory with a new store in a folder."""
+    from rich.console import Console
+
+    from valora_train.cli import run
+    from valora_train.reporting.progress import Display
+
+    new_store(folder)
+    run(settings, Display(Console(quiet=True)))

@@ -6,7 +6,6 @@ import pytest
 
 from tests.e2e.valora_train.test_context import NAMES, fuse
 from tests.support.engine_reference import make_engine
-from tests.support.lmm_checkpoints import CHECKPOINTS
 from valora_data.contract.bundle import GOLDEN
 from valora_data.contract.files import read_json
 from valora_serve.engine.async_engine import AsyncEngine
@@ -15,8 +14,7 @@ from valora_serve.server.loading import golden
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
 
-def test_a_fused_bundle_answers_as_it_did_when_it_was_exported(tmp_path):
-    base = CHECKPOINTS["llava"](tmp_path / "llava", seed=3)
+def test_a_fused_bundle_answers_as_it_did_when_it_was_exported(base, tmp_path):
     short = ("train.probe_steps=8", "train.steps=8", "train.steps_per_held=4")
     bundle, _ = fuse(base, tmp_path, "fusion.head_only=false", *short)
     engine = make_engine(str(base))

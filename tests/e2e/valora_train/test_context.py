@@ -8,7 +8,6 @@ from hydra import compose, initialize_config_dir
 from rich.console import Console
 
 from tests.e2e.test_architectures import replayed
-from tests.support.lmm_checkpoints import CHECKPOINTS
 from tests.support.stores import new_store
 from valora_data import shards
 from valora_data.contract.bundle import read_bundle
@@ -22,11 +21,6 @@ from valora_train.stages.gate import BundleModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 NAMES = ("ledger_1", "ledger_2")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
 
 
 def fuse(base, folder, *more):

@@ -69,6 +69,19 @@ def done(tmp_path_factory, data):
     return cwd, said
 
 
+@pytest.fixture
+def copied(tmp_path, done):
+    """A copy of the finished run; its store points to the artifacts of the first."""
+    return shutil.copytree(done[0], tmp_path / "run")
+
+
+def failed(process):
+    """What a process says, which must end with status 1, without its line breaks."""
+    said = process.communicate(timeout=300)[0].replace("\n", " ")
+    assert process.returncode == 1, said
+    return said
+
+
 def fusion(cwd):
     (folder,) = (cwd / ".valora").glob("fuse-own-*[0-9a-f]")
     return read_json(folder / "fusion.json")
@@ -204,18 +217,14 @@ def test_the_gate_notices(done, tmp_path, random_llava):
     assert len(said.stderr.strip().splitlines()) == 1
 
 
-def test_new_work_keeps_the_older_bundle_beside_it(done, data, tmp_path):
-    cwd = tmp_path / "run"
-    shutil.copytree(done[0], cwd)
-    # The relative names in the copied store point to the same artifacts as before; it is not used.
-    finish(valora_train(cwd, [*data, "task.only=[apple]"]))
-    assert read_bundle(cwd / "bundles" / "own").version == 2
-    assert read_bundle(cwd / "bundles" / "own@1").version == 1
+def test_new_work_keeps_the_older_bundle_beside_it(copied, data):
+    finish(valora_train(copied, [*data, "task.only=[apple]"]))
+    assert read_bundle(copied / "bundles" / "own").version == 2
+    assert read_bundle(copied / "bundles" / "own@1").version == 1
 
 
-def test_a_fusion_whose_run_was_lost_is_exported_with_a_new_one(done, data, tmp_path):
-    cwd = tmp_path / "run"
-    shutil.copytree(done[0], cwd)
+def test_a_fusion_whose_run_was_lost_is_exported_with_a_new_one(copied, data):
+    cwd = copied
     (cwd / "mlflow.db").unlink()
     shutil.rmtree(cwd / "bundles")
     finish(valora_train(cwd, data, gate=True))
@@ -227,30 +236,22 @@ def test_a_fusion_whose_run_was_lost_is_exported_with_a_new_one(done, data, tmp_
     (fused,) = (cwd / ".valora").glob("fuse-own-*[0-9a-f]")
     (fused / "fusion.json").write_text("{")
     shutil.rmtree(cwd / "bundles")
-    process = valora_train(cwd, data)
-    said = process.communicate(timeout=300)[0].replace("\n", " ")
-    assert process.returncode == 1
-    assert f"delete {fused.relative_to(cwd)} and run the same command again" in said
+    remedy = f"delete {fused.relative_to(cwd)} and run the same command again"
+    assert remedy in failed(valora_train(cwd, data))
 
 
-def test_something_else_in_its_place_is_not_touched(done, data, tmp_path):
-    cwd = tmp_path / "run"
-    shutil.copytree(done[0], cwd)
-    shutil.rmtree(cwd / "bundles" / "own")
-    (cwd / "bundles" / "own").mkdir()
-    (cwd / "bundles" / "own" / "thesis.txt").write_text("mine")
-    process = valora_train(cwd, data)
-    said = process.communicate(timeout=300)[0]
-    assert process.returncode == 1
-    assert "exists and is not an intact bundle" in said
-    assert [p.name for p in (cwd / "bundles").rglob("*")] == ["own", "thesis.txt"]
+def test_something_else_in_its_place_is_not_touched(copied, data):
+    bundles = copied / "bundles"
+    shutil.rmtree(bundles / "own")
+    (bundles / "own").mkdir()
+    (bundles / "own" / "thesis.txt").write_text("mine")
+    assert "exists and is not an intact bundle" in failed(valora_train(copied, data))
+    assert [p.name for p in bundles.rglob("*")] == ["own", "thesis.txt"]
 
 
 def test_what_is_out_of_reach_is_reported_with_what_was_reached(data, tmp_path):
     arguments = [*data, "task.only=[apple]", "domains.apple.required=1", "train.steps=5"]
-    process = valora_train(tmp_path, arguments)
-    said = process.communicate(timeout=300)[0].replace("\n", " ")
-    assert process.returncode == 1
+    said = failed(valora_train(tmp_path, arguments))
     assert "apple reached 0." in said
     assert "< 1.000 (required 1.000)" in said
     assert "fusion.unreachable=keep" in said

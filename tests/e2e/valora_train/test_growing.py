@@ -3,23 +3,14 @@
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from tests.e2e.test_architectures import domain, replayed, settings_of
-from tests.support.lmm_checkpoints import CHECKPOINTS
-from tests.support.stores import new_store
+from tests.support.stores import run_quietly
 from valora_data.contract.bundle import read_bundle
-from valora_train.cli import run
 from valora_train.errors import SettingsError
-from valora_train.reporting.progress import Display
 from valora_train.stage import read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
 
 
 class Shop:
@@ -35,8 +26,7 @@ class Shop:
         return replace(settings, fusion=replace(settings.fusion, **fusion))
 
     def fuse(self, settings):
-        new_store(self.folder)
-        run(settings, Display(Console(quiet=True)))
+        run_quietly(settings, self.folder)
         return read_bundle(self.bundle)
 
     def attempts(self, bundle):

@@ -9,7 +9,6 @@ from mlflow import MlflowClient
 from rich.console import Console
 
 from tests.e2e.test_architectures import replayed, settings_of
-from tests.support.lmm_checkpoints import CHECKPOINTS
 from tests.support.stores import new_store
 from valora_data.contract.bundle import read_bundle
 from valora_train.cli import run
@@ -18,11 +17,6 @@ from valora_train.fusion.trainer import Trainer
 from valora_train.reporting.progress import Display
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return CHECKPOINTS["llava"](tmp_path_factory.mktemp("llava"), seed=3)
 
 
 @pytest.fixture

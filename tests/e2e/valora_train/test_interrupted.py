@@ -35,10 +35,11 @@ def start(cwd, base, *more, gate=False):
     return Forked("valora_train.cli", arguments, cwd, cwd.parent / "said.txt", gate=gate)
 
 
-def said(process):
-    """Exit status, and all that it said, in one line."""
-    text = process.communicate(timeout=300)[0]
-    return process.returncode, " ".join(text.split())
+def said(process, expected):
+    """All that a process said, in one line; it must end with this status."""
+    text = " ".join(process.communicate(timeout=300)[0].split())
+    assert process.returncode == expected, text
+    return text
 
 
 def wait_for(process, happened):
@@ -71,8 +72,7 @@ def runs(cwd):
 def ended_by_sigterm(process):
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
-    status, text = said(process)
-    assert status == 128 + signal.SIGTERM
+    text = said(process, 128 + signal.SIGTERM)
     assert text.endswith("interrupted: run the same command again to continue")
     assert "Traceback" not in text
     _, alive = psutil.wait_procs(children, timeout=10)
@@ -98,13 +98,11 @@ def test_sigterm_while_a_teacher_is_trained(tmp_path, random_llava):
     process = start(tmp_path, random_llava, *arguments)
     wait_for(process, training)
     process.send_signal(signal.SIGKILL)
-    said(process)
+    said(process, -signal.SIGKILL)
     assert runs(tmp_path) == {run: "RUNNING"}
-    status, text = said(start(tmp_path, random_llava, "command=fuse", LABELS))
-    assert status == 0, text
+    said(start(tmp_path, random_llava, "command=fuse", LABELS), 0)
     assert runs(tmp_path)[run] == "KILLED"
-    status, text = said(start(tmp_path, random_llava, *arguments))
-    assert status == 0, text
+    said(start(tmp_path, random_llava, *arguments), 0)
     after = runs(tmp_path)
     assert after[run] == "FINISHED"
     assert set(after.values()) == {"FINISHED"}
@@ -145,8 +143,7 @@ def test_a_full_disk_in_every_stage_and_sigterm_in_the_gate(tmp_path, random_lla
     with small_disk(tmp_path / "disk", 96) as disk:
         for arguments, left in stages:
             fill(disk, left)
-            status, text = said(start(disk, random_llava, *small, *arguments))
-            assert status == 1, (arguments, text)
+            text = said(start(disk, random_llava, *small, *arguments), 1)
             assert "Traceback" not in text
             sentence = text[text.rindex("error: ") :]
             assert "space" in sentence
@@ -155,8 +152,7 @@ def test_a_full_disk_in_every_stage_and_sigterm_in_the_gate(tmp_path, random_lla
             (disk / "filler").unlink()
             if arguments == ["command=export"]:
                 break
-            status, text = said(start(disk, random_llava, *small, *arguments))
-            assert status == 0, (arguments, text)
+            said(start(disk, random_llava, *small, *arguments), 0)
             assert set(runs(disk).values()) <= {"FINISHED"}
 
         process = start(disk, random_llava, *small, *arguments, gate=True)
@@ -165,6 +161,5 @@ def test_a_full_disk_in_every_stage_and_sigterm_in_the_gate(tmp_path, random_lla
         ended_by_sigterm(process)
         assert list((disk / "bundles").glob("**/*")) == []
         assert set(runs(disk).values()) == {"FINISHED"}
-        status, text = said(start(disk, random_llava, *small, *arguments))
-        assert status == 0, text
+        said(start(disk, random_llava, *small, *arguments), 0)
         assert read_bundle(disk / "bundles" / "classification").domains["sign_type"]["head"]

@@ -3,15 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from tests.e2e.test_architectures import settings_of
-from tests.support.lmm_checkpoints import CHECKPOINTS
-from tests.support.stores import new_store
+from tests.support.stores import run_quietly
 from valora_data.contract.bundle import read_bundle
-from valora_train.cli import run
 from valora_train.errors import SettingsError
-from valora_train.reporting.progress import Display
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
@@ -30,13 +26,11 @@ extension = OwnAdapters
 """
 
 
-def test_a_strategy_of_another_package_packs(tmp_path, installed):
+def test_a_strategy_of_another_package_packs(base, tmp_path, installed):
     installed("valora.strategies", "own_adapters", OWN_ADAPTERS)
-    base = CHECKPOINTS["llava"](tmp_path / "llava", seed=3)
     settings = settings_of(base, tmp_path, ("plant_type", "people_count"))
     settings = replace(settings, fusion=replace(settings.fusion, strategy="own_adapters"))
-    new_store(tmp_path)
-    run(settings, Display(Console(quiet=True)))
+    run_quietly(settings, tmp_path)
     bundle = read_bundle(tmp_path / "bundles" / "all")
     # The built-in strategies put both into one adapter, because nothing is required here.
     packed = {name: facts["domains"] for name, facts in bundle.adapters.items()}
@@ -48,5 +42,5 @@ def test_an_unknown_strategy_is_refused_before_anything_is_done(tmp_path):
     settings = settings_of(tmp_path, tmp_path / "out", ("plant_type",))
     settings = replace(settings, fusion=replace(settings.fusion, strategy="best"))
     with pytest.raises(SettingsError, match="choose one of affinity, first_fit, joint"):
-        run(settings, Display(Console(quiet=True)))
+        run_quietly(settings, tmp_path)
     assert not (tmp_path / "out").exists()

@@ -46,9 +46,8 @@ def random_memory(base, spec, seed):
         return Memory(PREFIX, base_hash(base), tensors, spec.tokens + spec.gap)
     if spec.form == MEMORY_TOKENS:
         shape = (spec.tokens, int(text.hidden_size))
-        return Memory(
-            MEMORY_TOKENS, base_hash(base), {"embeddings": torch.randn(shape, generator=generator)}
-        )
+        embeddings = torch.randn(shape, generator=generator)
+        return Memory(MEMORY_TOKENS, base_hash(base), {"embeddings": embeddings})
     return None
 
 
@@ -73,12 +72,8 @@ def make_context_bundle(folder, base, contexts, adapters, *, name="documents", e
         path = folder / "adapters" / adapter
         make_adapter(path, base, seed=100 * seed + number, strength=0.25, **chosen)
         (path / "README.md").unlink(missing_ok=True)
-        made[adapter] = {
-            "path": f"adapters/{adapter}",
-            "rank": 8,
-            "domains": [],
-            "decode_only": late,
-        }
+        facts = {"rank": 8, "domains": [], "decode_only": late}
+        made[adapter] = {"path": f"adapters/{adapter}", **facts}
     entries, domains = {}, {}
     for number, (context, spec) in enumerate(contexts.items()):
         file = f"contexts/{context}.safetensors"
@@ -86,33 +81,20 @@ def make_context_bundle(folder, base, contexts, adapters, *, name="documents", e
         if memory is not None:
             memory.write(folder / file)
         entries[context] = {
-            "form": spec.form,
+            "form": spec.form, "tokens": spec.tokens, "position": spec.tokens + spec.gap,
             "file": None if memory is None else file,
-            "tokens": spec.tokens,
-            "position": spec.tokens + spec.gap,
             "bytes": 0 if memory is None else memory.bytes,
-            "source_tokens": 400,
-            "source_sha256": contract.source_hash(context),
+            "source_tokens": 400, "source_sha256": contract.source_hash(context),
             "encoder": "compress" if encoder and spec.form == MEMORY_TOKENS else None,
-        }
+        }  # fmt: skip
         domains[context] = {
-            "task": "context",
-            "metric": "exact_match",
-            "required": 0.5,
-            "accuracy": {"test": 0.6},
-            "adapter": spec.adapter,
-            "head": None,
-            "prompt": "{}",
-        }
+            "task": "context", "metric": "exact_match", "required": 0.5, "accuracy": {"test": 0.6},
+            "adapter": spec.adapter, "head": None, "prompt": "{}",
+        }  # fmt: skip
     manifest = {
-        "name": name,
-        "version": 1,
-        "strategy": "paper",
-        "base": {"id": base, "sha256": base_hash(base), "dtype": "float32"},
-        "adapters": made,
-        "domains": domains,
-        "contexts": entries,
-    }
+        "name": name, "version": 1, "strategy": "paper", "adapters": made, "domains": domains,
+        "base": {"id": base, "sha256": base_hash(base), "dtype": "float32"}, "contexts": entries,
+    }  # fmt: skip
     if encoder:
         path = folder / "encoders/compress"
         make_adapter(path, base, seed=77, strength=0.25)
@@ -228,13 +210,10 @@ class ContextReference:
         def compute():
             inner = model.get_base_model() if isinstance(model, PeftModel) else model
             found = inner(
-                inputs_embeds=rows[None],
-                past_key_values=cache,
-                position_ids=positions,
+                inputs_embeds=rows[None], past_key_values=cache, position_ids=positions,
                 use_cache=True,
-            )
-            last = found.logits[0, -1].float()
-            return last
+            )  # fmt: skip
+            return found.logits[0, -1].float()
 
         with torch.no_grad():
             if not isinstance(model, PeftModel):

@@ -111,11 +111,8 @@ class FakeEngine:
                     await self._slots.acquire()
             except TimeoutError:
                 ended = True
-                yield Output(
-                    request.id,
-                    finish=Finish.ERROR,
-                    error=errors.DeadlineError("The deadline passed while waiting"),
-                )
+                late = errors.DeadlineError("The deadline passed while waiting")
+                yield Output(request.id, finish=Finish.ERROR, error=late)
                 return
             finally:
                 self.waiting.discard(request.id)
@@ -154,25 +151,17 @@ class FakeEngine:
             text = request.text or repr(request.token_ids or request.messages)
             logits = np.array([[len(text), len(images), sum(map(ord, text)) % 97]], np.float32)
             now = time.monotonic()
-            yield Output(
-                request.id,
-                finish=Finish.HEAD,
-                head=LabelResult(kind="embedding", label="", logits=logits),
-                usage=Usage(len(text), 0),
-                times=Times(arrival, started, now, now),
-            )
+            head = LabelResult(kind="embedding", label="", logits=logits)
+            times, usage = Times(arrival, started, now, now), Usage(len(text), 0)
+            yield Output(request.id, finish=Finish.HEAD, head=head, usage=usage, times=times)
             return
         if model.head is not None and request.head:
             await asyncio.sleep(self._step)
             now = time.monotonic()
-            yield Output(
-                request.id,
-                finish=Finish.HEAD,
-                head=self._head(model, images, request.min_score),
-                usage=Usage(prompt, 0, 64 * len(images)),
-                times=Times(arrival, started, now, now),
-                mode=Mode.MERGED,
-            )
+            head = self._head(model, images, request.min_score)
+            times, usage = Times(arrival, started, now, now), Usage(prompt, 0, 64 * len(images))
+            yield Output(request.id, finish=Finish.HEAD, head=head, usage=usage, times=times,
+                         mode=Mode.MERGED)  # fmt: skip
             return
         count = request.sampling.max_tokens or 16
         first = None
@@ -183,15 +172,9 @@ class FakeEngine:
             while index + 1 == count and self._last is not None and not self._last.is_set():
                 await asyncio.sleep(0.005)
             first = first or time.monotonic()
-            word = self._word(request, index)
-            if word is None or (
-                index + 1 > len(WORDS)
-                and not request.sampling.ignore_eos
-                and request.sampling.constraint is None
-            ):
-                finish = Finish.STOP
-                break
-            if any(stop in word for stop in request.sampling.stop):
+            word, sampling = self._word(request, index), request.sampling
+            over = index >= len(WORDS) and not sampling.ignore_eos and sampling.constraint is None
+            if word is None or over or any(stop in word for stop in sampling.stop):
                 finish = Finish.STOP
                 break
             made += 1
@@ -200,13 +183,9 @@ class FakeEngine:
                 self._prompt(request) if index == 0 else None, mode=Mode.UNMERGED,
             )  # fmt: skip
             chars += len(word)
-        yield Output(
-            request.id,
-            finish=finish,
-            usage=Usage(prompt, made, 64 * len(images), cached=1),
-            times=Times(arrival, started, first, time.monotonic()),
-            mode=Mode.UNMERGED,
-        )
+        usage = Usage(prompt, made, 64 * len(images), cached=1)
+        times = Times(arrival, started, first, time.monotonic())
+        yield Output(request.id, finish=finish, usage=usage, times=times, mode=Mode.UNMERGED)
 
     def _word(self, request, index):
         constraint = request.sampling.constraint
@@ -272,25 +251,12 @@ class FakeEngine:
 
     def stats(self):
         return EngineStats(
-            running=len(self.running),
-            waiting=len(self.waiting),
-            mode=Mode.MIXTURE,
-            merged_adapter="adapter-1",
-            switches=3,
-            steps=17,
-            pages_total=100,
-            pages_free=70,
-            pages_kv=20,
-            pages_adapters=10,
-            adapters_resident=("adapter-1",),
-            adapters_known=1,
-            prefix_hits=5,
-            prefix_queries=10,
-            image_hits=1,
-            image_queries=4,
-            prompt_tokens=1000,
+            running=len(self.running), waiting=len(self.waiting), mode=Mode.MIXTURE,
+            merged_adapter="adapter-1", switches=3, steps=17, pages_total=100, pages_free=70,
+            pages_kv=20, pages_adapters=10, adapters_resident=("adapter-1",), adapters_known=1,
+            prefix_hits=5, prefix_queries=10, image_hits=1, image_queries=4, prompt_tokens=1000,
             generated_tokens=100,
-        )
+        )  # fmt: skip
 
     def replicas(self):
         return None
@@ -341,10 +307,8 @@ class FakeEngine:
 
     async def unload(self, kind, name):
         if kind == "bundle":
-            kept = {
-                k: m for k, m in self._served.items() if not f"{m.bundle}".startswith(f"{name}@")
-            }
-            self._served = kept
+            every = self._served.items()
+            self._served = {k: m for k, m in every if not f"{m.bundle}".startswith(f"{name}@")}
             return
         found = self._served.get(name)
         if found is None or (found.form is None if kind == "context" else found.kind != "adapter"):

@@ -142,19 +142,12 @@ class DomainSpec:
 DOMAINS = {
     "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
     "traffic": DomainSpec("adapter-1", labels=["car", "bus", "bike"], prompt="Find traffic."),
-    "scene": DomainSpec(
-        "adapter-2", "classification", ["forest", "street", "beach"], prompt="Which scene?"
-    ),
-    "crowd": DomainSpec(
-        "adapter-2",
-        "counting",
-        [str(n) for n in range(11)],
-        pooling="visual_mean",
-        prompt="How many people?",
-        temperature=1.7,
-    ),
+    "scene": DomainSpec("adapter-2", "classification", ["forest", "street", "beach"],
+                        prompt="Which scene?"),
+    "crowd": DomainSpec("adapter-2", "counting", [str(n) for n in range(11)], "visual_mean",
+                        "How many people?", 1.7),
     "caption": DomainSpec("adapter-2", None, [], prompt="Describe the image."),
-}
+}  # fmt: skip
 ADAPTERS = {
     "adapter-1": {"rank": 8, "alpha": 16},
     "adapter-2": {"rank": 4, "alpha": 12, "targets": f"{LANGUAGE}|{MLP}", "use_rslora": True},
@@ -188,31 +181,20 @@ def make_bundle(folder, base, *, name="sample", version=1, domains=None, adapter
         if spec.kind == "detection":
             make_box_head(file, width, spec.labels, grid, seed=chosen)
         elif spec.kind is not None:
-            make_label_head(
-                file,
-                width,
-                spec.labels,
-                seed=chosen,
-                kind=spec.kind,
-                pooling=spec.pooling,
-                temperature=spec.temperature,
-            )
+            options = {name: getattr(spec, name) for name in ("kind", "pooling", "temperature")}
+            make_label_head(file, width, spec.labels, seed=chosen, **options)
         facts[domain] = {
             "task": TASKS.get(spec.kind, spec.kind),
             "metric": "f1@0.5" if spec.kind == "detection" else "top1",
             "required": 0.5,
             "accuracy": {"val": 0.7, "test": 0.6 + 0.01 * number, "test_ci95": [0.5, 0.7]},
-            "status": "met",
-            "adapter": spec.adapter,
             "head": None if spec.kind is None else f"heads/{domain}.safetensors",
-            "labels": spec.labels,
-            "prompt": spec.prompt,
             "threshold": 0.2 if spec.kind == "detection" else None,
-        }
+            "status": "met", "adapter": spec.adapter, "labels": spec.labels, "prompt": spec.prompt,
+        }  # fmt: skip
     manifest = {
-        "name": name,
-        "version": version,
-        "strategy": "paper",
+        "name": name, "version": version, "strategy": "paper", "domains": facts,
+        "attempts": len(domains), "lineage": {"mlflow_run_id": "none"},
         "base": {"id": base, "sha256": base_hash(base), "dtype": "float32"},
         "nms": {"nms_iou": HeadSettings.nms_iou, "most": HeadSettings.most},
         "adapters": {
@@ -223,9 +205,6 @@ def make_bundle(folder, base, *, name="sample", version=1, domains=None, adapter
             }
             for adapter, options in adapters.items()
         },
-        "domains": facts,
-        "attempts": len(domains),
-        "lineage": {"mlflow_run_id": "none"},
-    }
+    }  # fmt: skip
     write_manifest(folder, manifest)
     return folder

@@ -15,11 +15,11 @@ BUDGETS = {
     "teachers/valora_teachers": 1_608,
     "kernels/valora_kernels": 3_765,
     "valora_serve": 27_606,
-    "tests/*/valora_train": 6_979,
+    "tests/*/valora_train": 6_947,
     "tests/*/valora_data": 3_502,
     "tests/*/valora_teachers": 1_135,
     "tests/*/valora_kernels": 2_004,
-    "tests/*/valora_serve": 24_984,
+    "tests/*/valora_serve": 24_840,
     "tests/unit/bench": 1_588,
     BENCH: 12_847,
 }

@@ -34,7 +34,7 @@ from valora_serve.server.access.keys import KeyRing
 from valora_serve.server.access.rules import JSON, Access, rules_of
 from valora_serve.server.access.sites import Sites
 from valora_serve.server.api.common import REFUSALS
-from valora_serve.server.api.registry import endpoints
+from valora_serve.server.api.registry import BUILTIN, ENDPOINTS
 from valora_serve.server.api.system import own_version
 from valora_serve.server.bodies import Bodies, Route
 from valora_serve.server.constrain import Grammars
@@ -146,8 +146,9 @@ def create_app(
 
 def _add_routes(app: FastAPI, context: ServerContext) -> None:
     """Add the endpoints' routes, which check their rules, and the OpenAPI document."""
-    for endpoint in endpoints():
-        router = endpoint(context)
+    # The built-in ones first, so that no other can take over their paths.
+    for name in sorted(ENDPOINTS, key=lambda name: name not in BUILTIN):
+        router = ENDPOINTS[name](context)
         for route in router.routes:
             if type(route) is not APIRoute:
                 raise TypeError(f"{route} is no APIRoute of FastAPI, whose access is checked")

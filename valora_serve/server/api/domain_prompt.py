@@ -8,21 +8,15 @@ order of its training is restored, and a warning names what its accuracy was not
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from valora_data.contract.files import shown
 from valora_data.wording import plural
 from valora_serve.errors import ImageError, RequestError
-from valora_serve.server.api.schema import Message, TextPart
+from valora_serve.server.api.schema import ContentPart, Message, TextPart
+from valora_serve.types import ServedModel
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from valora_serve.server.api.schema import ContentPart
-    from valora_serve.types import ServedModel
-
-    Asked = tuple[list[Message], list[str]]
-
+Asked = tuple[list[Message], list[str]]
 PLACE = "{}"
 """Stands in a domain's prompt for the request's own words."""
 _SYSTEM = ("system", "developer")
@@ -97,8 +91,8 @@ def completion_warnings(model: ServedModel) -> list[str]:
     if model.kind != "domain" or model.form is not None:
         return []
     return [
-        f"{model.name} was measured with its prompt ({shown(model.prompt)}){_and_images(model)}, "
-        "which text completions lack: its accuracy does not hold, ask /v1/chat/completions instead"
+        f"{_measured(model)}, which text completions lack: its accuracy does not hold, ask "
+        "/v1/chat/completions instead"
     ]
 
 
@@ -128,20 +122,18 @@ def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
             "send one in a user message, or set valora.head to false to generate"
         )
     spoken = _newest(messages, _text) if model.takes_words else None
-    words = _text(messages[newest])
     question, _ = question_of(model, None if spoken is None else _text(messages[spoken]), head=True)
     dropped: list[str] = []
     for number, message in enumerate(messages):
-        if number in (newest, spoken):
+        words = _text(message)
+        if number == spoken or (number == newest and words in ("", question.strip())):
             continue
         if message.role in _SYSTEM:
             dropped.append("the system prompt")
-        elif message.role == "user" and number > newest and spoken is None:
-            dropped += ["the text"] * bool(_text(message))
+        elif message.role == "user" and number >= newest and spoken is None:
+            dropped += ["the text"] * bool(words)
         else:
             dropped.append("the other turns")
-    if newest != spoken and words not in ("", question.strip()):
-        dropped.append("the text" if spoken is None else "the other turns")
     turn = _asking(Message(role="user", content=messages[newest].content), question)
     return [turn], [_ignored(model, dropped)] if dropped else []
 
@@ -193,23 +185,20 @@ def _filled(prompt: str, words: str) -> str:
 
 
 def _ignored(model: ServedModel, what: Sequence[str]) -> str:
-    listed = ", ".join(dict.fromkeys(what))
     return (
-        f"{model.name} answers with its {model.head} head, which reads only the prompt that it "
-        f"was measured with ({shown(model.prompt)}) and the image: ignored {listed}"
+        f"{model.name} answers with its {model.head} head, which reads only the prompt that it was "
+        f"measured with ({shown(model.prompt)}) and the image: ignored "
+        + ", ".join(dict.fromkeys(what))
     )
 
 
 def _unmeasured(model: ServedModel, what: Sequence[str]) -> str:
-    listed = ", ".join(dict.fromkeys(what))
-    return (
-        f"{model.name} was measured with its prompt ({shown(model.prompt)}){_and_images(model)} "
-        f"alone: its accuracy does not hold with {listed}"
-    )
+    return f"{_measured(model)} alone: its accuracy does not hold with {', '.join(what)}"
 
 
-def _and_images(model: ServedModel) -> str:
-    return "" if model.media == "text" else " and images"
+def _measured(model: ServedModel) -> str:
+    images = "" if model.media == "text" else " and images"
+    return f"{model.name} was measured with its prompt ({shown(model.prompt)}){images}"
 
 
 def _text(message: Message) -> str:
@@ -222,9 +211,7 @@ def _text(message: Message) -> str:
 
 
 def _media(message: Message) -> list[ContentPart]:
-    content = message.content
-    if content is None or isinstance(content, str):
-        return []
+    content = message.content if isinstance(message.content, list) else []
     return [part for part in content if not isinstance(part, TextPart)]
 
 
@@ -236,11 +223,7 @@ def _asking(message: Message, text: str) -> Message:
 
 def _text_first(message: Message) -> Message:
     """A message whose text follows its images, in the other order; any other message as it is."""
-    content = message.content
-    if content is None or isinstance(content, str):
+    content, media = message.content, _media(message)
+    if not isinstance(content, list) or content[: len(media)] != media:
         return message
-    kinds = [isinstance(part, TextPart) for part in content]
-    at = kinds.index(True) if True in kinds else 0
-    if not all(kinds[at:]):
-        return message
-    return message.model_copy(update={"content": [*content[at:], *content[:at]]})
+    return message.model_copy(update={"content": [*content[len(media) :], *media]})

@@ -5,7 +5,7 @@ Another package adds one with an entry point in the group ``valora.endpoints``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from valora_data.registry import Registry
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Endpoint = Callable[[ServerContext], APIRouter]
 
-_BUILTIN = {
+BUILTIN = {
     "chat": "valora_serve.server.api.chat:router",
     "completions": "valora_serve.server.api.completions:router",
     "responses": "valora_serve.server.api.openai_responses:router",
@@ -28,10 +28,4 @@ _BUILTIN = {
     "examples": "valora_serve.server.api.examples:router",
     "system": "valora_serve.server.api.system:router",
 }
-ENDPOINTS: Registry[Endpoint] = Registry("valora.endpoints", "endpoint", _BUILTIN)
-
-
-def endpoints() -> Iterator[Endpoint]:
-    """All endpoints, the built-in ones first, so that no other can take over their paths."""
-    for name in sorted(ENDPOINTS, key=lambda name: name not in _BUILTIN):
-        yield ENDPOINTS[name]
+ENDPOINTS: Registry[Endpoint] = Registry("valora.endpoints", "endpoint", BUILTIN)

@@ -260,10 +260,16 @@ async def read_messages(
     if told:
         reading.instruct(told)
     check_text(reading.chars, context)
-    reading.check_media(context.settings.max_images)
-    count = len(reading.images)
-    found = await gathered(*(read() for read in (*reading.images, *reading.videos)))
-    return reading.turns if reading.chars else None, found[:count], found[count:]
+    most, images = context.settings.max_images, len(reading.images)
+    left = [*reading.images, *reading.videos]
+    if not left and not reading.chars:
+        raise RequestError("messages hold no text and no image: ask something")
+    if len(left) > most:
+        raise ImageError(
+            f"The request has {len(left)} images and videos, more than {most}: send fewer"
+        )
+    found = await gathered(*(read() for read in left))
+    return reading.turns if reading.chars else None, found[:images], found[images:]
 
 
 class _Reading:
@@ -271,8 +277,8 @@ class _Reading:
 
     def __init__(self, context: ServerContext, pixels: Pixels) -> None:
         self.turns: list[dict[str, Any]] = []
-        self.images: list[Callable[[], Coroutine[Any, Any, Image]]] = []
-        self.videos: list[Callable[[], Coroutine[Any, Any, list[Image]]]] = []
+        self.images: list[Callable[[], Coroutine[Any, Any, Any]]] = []
+        self.videos: list[Callable[[], Coroutine[Any, Any, Any]]] = []
         self.chars = 0  # of all texts
         self._result = False  # whether the last message was a tool's result
         self._media, self._pixels = context.media, pixels
@@ -315,16 +321,6 @@ class _Reading:
             self.turns[0] = {"role": "system", "content": f"{content}\n\n{told}"}
         else:
             content.append({"type": "text", "text": f"\n\n{told}"})
-
-    def check_media(self, most: int) -> None:
-        """Check that there is a text or an image, and not too many of them."""
-        count = len(self.images) + len(self.videos)
-        if not count and not self.chars:
-            raise RequestError("messages hold no text and no image: ask something")
-        if count > most:
-            raise ImageError(
-                f"The request has {count} images and videos, more than {most}: send fewer"
-            )
 
     def _part(self, number: int, part: schema.ContentPart) -> dict[str, Any]:
         media, pixels = self._media, self._pixels

@@ -5,8 +5,6 @@ import math
 
 import pytest
 
-from tests.support.http_helpers import refused
-
 
 def test_completions_of_several_prompts_and_tokens(server, client):
     answer = client.completions.create(
@@ -116,23 +114,6 @@ def test_penalties_and_bias_reach_the_engine(server):
     params = server.engine.asked[-1].sampling
     assert not params.penalised
     assert not params.logit_bias
-
-
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("frequency_penalty", [2.1]), ("presence_penalty", [-2.1]),
-        ("repetition_penalty", [0, 1e-30, 1e30]),
-        ("logit_bias", [
-            *({token: 1} for token in ("x", "-5", "05", "1_0", "٣", "9" * 20)), {"5": 101},
-            {"5": "much"}, [5], {str(token): 1 for token in range(301)},
-        ]),
-    ],
-)  # fmt: skip
-def test_wrong_penalties_and_biases_are_400_and_named(server, name, values):
-    for value in values:
-        body = {"prompt": "a", name: value}
-        refused(server.client.post("/v1/completions", json=body), 400, name)
 
 
 TEXTS = ["naïve 😀 中文", "plain text", " leading", "<s>typed", "e\u0301 mixed 👩\u200d🚀 end"]

@@ -76,6 +76,13 @@ WRONG = {
         ({"prompt": "a", "max_tokens": 0, "echo": True, "max_completion_tokens": 5}, ""),
         ({"prompt": "a", "suffix": "b"}, ""), ({"prompt": [1, 99999]}, ""),
         ({"prompt": "x" * 3000}, ""), ({"prompt": [2**70]}, ""), ({"prompt": [-1, 5000]}, ""),
+        ({"frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        *(({"repetition_penalty": value}, "repetition_penalty") for value in (0, 1e-30, 1e30)),
+        *(({"logit_bias": value}, "logit_bias") for value in (
+            *({token: 1} for token in ("x", "-5", "05", "1_0", "٣", "9" * 20)), {"5": 101},
+            {"5": "much"}, [5], {str(token): 1 for token in range(301)},
+        )),
     ]),
     "/v1/embeddings": ({"model": "tiny"}, [
         ({}, "Send input"), ({"input": ""}, "empty"), ({"input": []}, "empty"),

@@ -28,6 +28,7 @@ class Pair(NamedTuple):
     first: Key
     second: Key
     equal: bool  # or only alike: resized, recompressed or mirrored
+    disputed: bool = False  # whether they are equal but for their labels
 
     @property
     def leaks(self) -> bool:
@@ -48,7 +49,7 @@ class Duplicates:
 
     def __init__(self, near: bool = True) -> None:
         self._near = near
-        self._exact: dict[str, Key] = {}
+        self._exact: dict[str, tuple[Key, str | None]] = {}  # and the label
         self._ids: dict[str, str] = {}
         self._seen: set[Key] = set()
         self._pairs: list[Pair] = []
@@ -64,9 +65,10 @@ class Duplicates:
         if other != split:
             self._pairs.append(Pair((other, sample.id), key, equal=True))
         elif sample.images:  # there are none of a document, which its splits share
-            first = self._exact.setdefault(source_hash("", sample.images), key)
+            mine = key, sample.answer.label
+            first, label = self._exact.setdefault(source_hash("", sample.images), mine)
             if first != key:
-                self._pairs.append(Pair(first, key, equal=True))
+                self._pairs.append(Pair(first, key, True, label != sample.answer.label))
             elif self._near:
                 picture = sample.images[len(sample.images) // 2]
                 thumb = picture.resize((SIDE, SIDE), Image.Resampling.BILINEAR)

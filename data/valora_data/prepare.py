@@ -62,6 +62,11 @@ def prepare(
                     keys.append((part, sample.id.split("#", 1)[0]))
                     on_sample(len(keys))
         pairs = duplicates.pairs()
+        if disputed := [str(pair) for pair in pairs if pair.disputed]:
+            told = plural(len(disputed), "image|images has|have")
+            log.warning(
+                "%s two labels (%s): keep one of them", told, examples(disputed, SHOWN_PAIRS)
+            )
         if leaks == "refuse":
             check_leaks([pair for pair in pairs if pair.leaks])
         plan = _divide(keys, shares, seed, groups_of(pairs), leaks)

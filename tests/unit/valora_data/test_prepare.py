@@ -127,6 +127,19 @@ def test_leaks_of_given_splits_are_named_or_left_out(tmp_path, caplog):
     assert names == [both | {"t0", "t1"}, both | {"0", "1"}]
 
 
+def test_a_picture_with_two_labels_is_a_warning(tmp_path, caplog):
+    """Such a pair teaches nothing: it is named, also within a split."""
+
+    def stream():
+        yield from scenes(*range(20))()
+        for sample in scenes(3, 4)():  # which are odd and even
+            yield Sample(f"again-{sample.id}", sample.image, Answer(label="odd"))
+
+    prepare({None: stream}, LABELS, SHARES, tmp_path)
+    (record,) = caplog.records
+    assert record.message.startswith("1 image has two labels (the image of 4-96-")
+
+
 def test_pictures_that_are_only_alike_are_a_warning(tmp_path, caplog):
     splits = leaking() | {Split.TEST: scenes(40, 41)}
     prepare(splits, LABELS, SHARES, tmp_path / "set")

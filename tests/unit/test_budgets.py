@@ -11,12 +11,12 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_562,
-    "data/valora_data": 9_258,
+    "data/valora_data": 9_265,
     "teachers/valora_teachers": 1_608,
     "kernels/valora_kernels": 3_765,
     "valora_serve": 27_580,
     "tests/*/valora_train": 6_947,
-    "tests/*/valora_data": 3_502,
+    "tests/*/valora_data": 3_515,
     "tests/*/valora_teachers": 1_135,
     "tests/*/valora_kernels": 2_004,
     "tests/*/valora_serve": 24_819,

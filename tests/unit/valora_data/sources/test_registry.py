@@ -237,8 +237,9 @@ def test_what_cannot_be_used_is_a_sentence(tmp_path):
 def test_the_factory_reads_a_shelf(tmp_path):
     run(tmp_path / "runs" / "cats", data_set(tmp_path / "pets", "cat"))
     run(tmp_path / "runs" / "saws", data_set(tmp_path / "tools", "saw"))
-    given = ["task=own", "task.prompt=null", f"shelf={tmp_path / 'runs'}", "+domains.saws.of_teacher=0.9",
-             "+domains.saws.source.max_faulty=0.5", "task.only=[saws,cats]",
+    given = ["task=own", f"shelf={tmp_path / 'runs'}", "+domains.saws.of_teacher=0.9",
+             "task.prompt=null", "+domains.saws.source.max_faulty=0.5",
+             "task.only=[saws,cats]",
              "teacher.threshold=0.35", "+domains.cats.taught_by.min_confidence=0.1"]  # fmt: skip
     saws, cats = from_config(configured(*given)).chosen()
     assert (saws.of_teacher, cats.of_teacher) == (0.9, 0.97)

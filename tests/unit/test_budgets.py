@@ -16,7 +16,7 @@ BUDGETS = {
     "kernels/valora_kernels": 3_765,
     "valora_serve": 27_580,
     "tests/*/valora_train": 6_947,
-    "tests/*/valora_data": 3_515,
+    "tests/*/valora_data": 3_516,
     "tests/*/valora_teachers": 1_135,
     "tests/*/valora_kernels": 2_004,
     "tests/*/valora_serve": 24_819,

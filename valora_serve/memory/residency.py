@@ -247,7 +247,7 @@ class Residency(Generic[P]):
         """Protect something on the device from eviction until it is unpinned as often."""
         entry = self._entries[key]
         if key not in self.resident:
-            raise ValueError(f"{self.kind} {key}: expected one on the device")
+            raise ValueError(f"{self.kind} {key}: expected a resident one")
         if not entry.users:
             self.budget.mark_used(entry)
         entry.users += 1

@@ -175,6 +175,7 @@ def join(address: str | None) -> None:
         raise
     except Exception as error:
         reason = _line(error).rstrip(".:")[:300] or type(error).__name__
+        versions = re.findall(r"Ray: (\S+) Python: (\S+)", reason)
         if address is None:
             said = (
                 f"Ray cannot be started on this machine ({reason}): see "
@@ -184,6 +185,12 @@ def join(address: str | None) -> None:
             said = (
                 f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave "
                 "ray_address and RAY_ADDRESS out to start Ray on this machine"
+            )
+        elif len(versions) == 2:
+            (theirs, python), (ours, own) = versions
+            said = (
+                f"the Ray cluster at {address} has Ray {theirs} and Python {python}, and this "
+                f"server Ray {ours} and Python {own}: install the same versions on all machines"
             )
         else:
             said = (

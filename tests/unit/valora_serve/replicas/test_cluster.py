@@ -69,7 +69,7 @@ def not_asked(**_):
         ("no-such-host.invalid:6379", not_asked, ["no Ray cluster answers"]),
         ("127.0.0.1:free", not_asked, ["start one with `ray start --head`"]),
         ("auto", other_version,
-         ["Ray: 2.1.0 Python: 3.8.1", "run valora-serve on a machine of the cluster, with its"]),
+         ["has Ray 2.1.0 and Python 3.8.1, and this", "install the same versions"]),
         ("auto", nothing, ["no Ray cluster answers at auto", "ray start --head"]),
         ("auto", strange, ["cannot be joined (This node is no part of it: something else)"]),
         (None, strange, ["Ray cannot be started on this machine"]),

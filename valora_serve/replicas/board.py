@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,6 @@ class Report:
     taken: Mapping[str, int]  # requests by caller that rate limits have counted since the last one
 
 
-@dataclass
-class _Seen:
-    at: float
-    report: Report
-    owed: Counter[str] = field(default_factory=Counter)  # `Report.taken` of others
-
-
 class Board:
     """Owns the state file, and the turn to change it; knows the replicas by their reports.
 
@@ -55,7 +48,8 @@ class Board:
         self._file = StateFile(Path(file)) if file else None
         self._state = self._file.read() if self._file else SavedState()
         self._clock = clock
-        self._replicas: dict[str, _Seen] = {}
+        self._replicas: dict[str, tuple[float, Report]] = {}  # when they reported last, and what
+        self._owed: defaultdict[str, Counter[str]] = defaultdict(Counter)  # `taken` of others
         self._holder: str | None = None
         self._held = self._used = -HELD_SECONDS
         self._served: Served | None = None
@@ -110,12 +104,11 @@ class Board:
         now, name = self._clock(), report.replica
         if self._holder == name:
             self._held = now
-        for other, seen in self._replicas.items():
-            if other != name:
-                seen.owed.update(report.taken)
-        owed = self._replicas[name].owed if name in self._replicas else {}
-        self._replicas[name] = _Seen(now, report)
-        return None if self._is_changing() else self._state, self._fresh(), owed
+        for other in self._replicas.keys() - {name}:
+            self._owed[other].update(report.taken)
+        self._replicas[name] = now, report
+        state = None if self._is_changing() else self._state
+        return state, self._fresh(), self._owed.pop(name, {})
 
     def leave(self, replica: str) -> None:
         """Forget a replica that ends."""
@@ -132,8 +125,8 @@ class Board:
 
     def _fresh(self) -> list[Report]:
         since = self._clock() - STALE
-        self._replicas = {name: one for name, one in self._replicas.items() if one.at >= since}
-        return [one.report for one in self._replicas.values()]
+        self._replicas = {name: one for name, one in self._replicas.items() if one[0] >= since}
+        return [report for _, report in self._replicas.values()]
 
 
 def wanted(context: Any) -> tuple[float, dict[str, Any]]:

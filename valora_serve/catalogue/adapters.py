@@ -82,6 +82,7 @@ REMEDIES = {
 ACTIVE_IF_EMPTY = {"arrow_config", "kasa_config", "use_bdlora"}
 """Options that an empty object switches on, unlike other empty values."""
 
+Halves = dict[str, tuple[str, torch.Tensor]]  # A and B of a linear, with the tensors' names
 TENSOR = re.compile(r"(?P<path>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 _PREFIX = "base_model.model."
 _END = re.compile(r"\.(lora_|base_layer|modules_to_save|token_adapter|weight$|bias$).*")
@@ -175,7 +176,7 @@ def _read(folder: Path, targets: ModelTargets) -> Adapter:
     rules = _Rules(_read_config(folder))
     tensors = _read_tensors(folder, targets)
     score = _take_score(rules, tensors)
-    found: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+    found: dict[str, Halves] = {}
     stored: dict[str, str] = {}
     for name, tensor in tensors.items():
         match = TENSOR.fullmatch(name)
@@ -413,10 +414,7 @@ def _layer(pattern: str) -> Expression:
 
 
 def _pair(
-    rules: _Rules,
-    paths: tuple[str, str],
-    tensors: dict[str, tuple[str, torch.Tensor]],
-    shape: tuple[int, int],
+    rules: _Rules, paths: tuple[str, str], tensors: Halves, shape: tuple[int, int]
 ) -> LoraPair:
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]

@@ -72,11 +72,7 @@ def check_effect(
 
 
 def _unmergeable(
-    module: str,
-    bounds: tuple[float, float, float, float],
-    rank: int,
-    dtype: torch.dtype,
-    row_norm: float,
+    module: str, bounds: tuple[float, ...], rank: int, dtype: torch.dtype, row_norm: float
 ) -> str | None:
     """Return why merging into one linear would harm other requests, None if it would not."""
     limits, (shrink, spread, largest, change) = torch.finfo(dtype), bounds

@@ -196,10 +196,7 @@ def _chosen(
 
 
 async def _answer(
-    engine: EngineClient,
-    asked: Sequence[ServedModel],
-    options: argparse.Namespace,
-    console: Console,
+    engine: EngineClient, asked: list[ServedModel], options: argparse.Namespace, console: Console
 ) -> int:
     """Answer what is left; return the number of answers that failed."""
     path, failed = options.out / records.PREDICTIONS, 0

@@ -87,7 +87,7 @@ def create_app(
         served = ServedSet(engine, folder, StateFile(Path(settings.state_file)))
     sharing, samples = settings.cache_sharing, Samples(settings)
     service = Service(engine, admission, metrics, tracer, share_by, sharing, samples)
-    on_request = OnRequest.of(service, served, settings)
+    on_request = OnRequest(service, served, settings) if settings.adapter_sources else None
     follow_adapters(metrics, service, on_request)
     context = ServerContext(
         settings=settings,

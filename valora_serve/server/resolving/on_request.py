@@ -11,13 +11,13 @@ import re
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 from valora_serve import errors
 from valora_serve.server.loading.served_set import ServedSet
-from valora_serve.server.resolving.base import CONFIG, WEIGHTS, Resolver, without_password
+from valora_serve.server.resolving.base import CONFIG, WEIGHTS, without_password
 from valora_serve.server.resolving.cache import AdapterCache, Entry
 from valora_serve.server.resolving.registry import make_resolvers
 from valora_serve.server.service import Service
@@ -48,16 +48,9 @@ class OnRequest:
     after `adapter_seconds`, or with the server.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        served: ServedSet,
-        resolvers: list[Resolver],
-        settings: ServerSettings,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._service, self._served, self._resolvers = service, served, resolvers
-        self._settings, self._now = settings, now
+    def __init__(self, service: Service, served: ServedSet, settings: ServerSettings) -> None:
+        self._service, self._served, self._settings = service, served, settings
+        self._resolvers, self._now = make_resolvers(settings.adapter_sources), time.monotonic
         self._patterns = [re.compile(fnmatch.translate(p)) for p in settings.adapter_allow]
         self._loaded: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -72,13 +65,6 @@ class OnRequest:
             settings.adapter_bytes,
             lambda name: name in self._loaded or name in self._loading,
         )
-
-    @classmethod
-    def of(cls, service: Service, served: ServedSet, settings: ServerSettings) -> OnRequest | None:
-        """Return what the settings ask for, None if requests load nothing."""
-        if not settings.adapter_sources:
-            return None
-        return cls(service, served, make_resolvers(settings.adapter_sources), settings)
 
     def allows(self, name: str) -> bool:
         """Return whether requests may load an adapter of this name."""

@@ -447,7 +447,7 @@ def test_a_loaded_adapter_whose_files_are_lost_is_fetched_again(place, monkeypat
 )
 def test_sources_that_cannot_be_used(place, wrong, words):
     with pytest.raises((SettingsError, ValueError), match=words):
-        OnRequest.of(None, None, ServerSettings(**settings(place, **wrong)))
+        OnRequest(None, None, ServerSettings(**settings(place, **wrong)))
 
 
 def test_the_cache_is_looked_at_before_a_model_is_loaded_and_is_one_server_s(place, early_error):
@@ -456,8 +456,8 @@ def test_the_cache_is_looked_at_before_a_model_is_loaded_and_is_one_server_s(pla
     error = early_error(*given, "--adapter-cache", str(place / "file"))
     assert error.startswith(f"error: adapter_cache {place / 'file'} cannot be used (File exists)")
     chosen = ServerSettings(**settings(place))
-    first = OnRequest.of(None, None, chosen)
+    first = OnRequest(None, None, chosen)
     with pytest.raises(SettingsError, match="in use by another server"):
-        OnRequest.of(None, None, chosen)
+        OnRequest(None, None, chosen)
     asyncio.run(first.close())
-    asyncio.run(OnRequest.of(None, None, chosen).close())
+    asyncio.run(OnRequest(None, None, chosen).close())

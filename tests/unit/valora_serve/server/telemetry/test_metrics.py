@@ -121,7 +121,7 @@ def test_the_dashboard_asks_only_for_metrics_that_are_there(tmp_path):
         adapter_sources=(str(tmp_path),), adapter_allow=("*",), adapter_cache=str(tmp_path / "c")
     )
     service = Service(engine, None, metrics, None)
-    loader = OnRequest.of(service, None, settings)
+    loader = OnRequest(service, None, settings)
     follow_adapters(metrics, service, loader)
     last = Output("x", finish=Finish.STOP, usage=Usage(1, 1), times=Times(0.0, 0.0, 0.0, 1.0))
     metrics.ended("tiny", last, [0.0, 1.0])

@@ -18,6 +18,7 @@ from tests.support.fake_engine import FakeEngine
 from valora_serve.server.app import create_app, make_server
 from valora_serve.server.listen import bind
 from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
@@ -176,7 +177,7 @@ def read_media(url, kind="image", **settings):
         reader = MediaReader(ServerSettings(**settings))
         try:
             with reader.pixels() as pixels:
-                return await getattr(reader, kind)(url, pixels)
+                return await getattr(reader, kind)(MediaUrl(url), pixels)
         finally:
             await reader.close()
 

@@ -16,7 +16,7 @@ from valora_serve.server.gather import gathered
 from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.fetch import Fetcher, too_large
 from valora_serve.server.media.pool import DecodePool, Job, shared_pool
-from valora_serve.server.media.urls import MediaUrl, taken
+from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.settings import ServerSettings
 
 SHARE = 3  # how many times as long all images of a request may take to decode as one of them
@@ -79,20 +79,17 @@ class MediaReader:
         """Pixel count of a new request; a context manager that releases them."""
         return Pixels(self, self._settings.max_request_pixels, self._settings.max_held_pixels)
 
-    async def image(self, url: MediaUrl | str, pixels: Pixels) -> Image.Image:
+    async def image(self, url: MediaUrl, pixels: Pixels) -> Image.Image:
         """Fetch and decode an image: RGB, as its EXIF says."""
-        decoding = self._decode("image", taken(url), pixels)
-        del url  # may hold the file
-        [image] = await decoding
+        [image] = await self._decode("image", url.take(), pixels)
         return image
 
-    async def video(self, url: MediaUrl | str, pixels: Pixels) -> list[Image.Image]:
+    async def video(self, url: MediaUrl, pixels: Pixels) -> list[Image.Image]:
         """Fetch a video and decode evenly spaced frames of it, in RGB and in order; as `image`.
 
         ``data:video/jpeg;base64,`` has the frames as JPEG files in base64, separated by commas.
         """
-        text = taken(url)
-        del url
+        text = url.take()
         if isinstance(text, str) and (text := text.strip())[: len(_FRAMES)].lower() == _FRAMES:
             self._check_frames(text.count(","))
             frames = [
@@ -105,7 +102,7 @@ class MediaReader:
         del text
         return await decoding
 
-    async def frames(self, urls: Sequence[MediaUrl | str], pixels: Pixels) -> list[Image.Image]:
+    async def frames(self, urls: Sequence[MediaUrl], pixels: Pixels) -> list[Image.Image]:
         """Fetch and decode the frames of a video that are sent as images."""
         self._check_frames(len(urls))
         return await gathered(*(self.image(url, pixels) for url in urls))

@@ -36,8 +36,3 @@ class MediaUrl:
             return value if isinstance(value, cls) else cls(text(value))
 
         return core_schema.no_info_wrap_validator_function(made, handler(str))
-
-
-def taken(url: MediaUrl | str) -> str | bytes:
-    """Return the text of a URL, or a file; a `MediaUrl` no longer holds it then."""
-    return url.take() if isinstance(url, MediaUrl) else url

@@ -80,7 +80,6 @@ class SharedState(StateFile):
 
     def draft(self, state: SavedState, what: str = "") -> SavedState:
         kind, _, name = what.partition(" ")
-        state.sha256.pop(what, None)
         if kind in FILES and name in state.of(kind):
             state.sha256[what] = content_hash(kind, Path(state.of(kind)[name]))
         return state

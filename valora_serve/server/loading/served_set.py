@@ -191,6 +191,7 @@ class ServedSet:
     ) -> list[ServedModel]:
         """Record a change and make it: both, or neither; returns what is served of it then."""
         what, old = f"{kind} {name}", self._state
+        new.sha256.pop(what, None)
         self._reserve_served()
         try:
             draft = await asyncio.to_thread(self._file.draft, new, what)

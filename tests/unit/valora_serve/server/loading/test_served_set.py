@@ -197,6 +197,23 @@ def test_a_bundle_whose_golden_examples_differ_is_not_served(place, error):
     assert after_restart(place) == after
 
 
+def test_hashes_of_a_run_with_replicas_do_not_outlive_a_load(place):
+    """Otherwise what one server loads since would be taken for a wrong copy."""
+    file = place / "state" / "served.json"
+    file.parent.mkdir()
+    state = {
+        "adapters": {"mine": str(place / "adapters" / "good")},
+        "sha256": {"adapter mine": "0"},
+    }
+    file.write_text(json.dumps(state))
+    engine = FakeEngine()
+    served = make(place, engine)
+    served.read()
+    assert "is not the one that other machines have" in run(served.restore())[0]
+    run(served.load_adapter("mine", "good", replace=False))
+    assert after_restart(place) == roots(engine)
+
+
 def test_a_missing_folder_is_said(tmp_path):
     with pytest.raises(SettingsError, match="adapter_folder"):
         ServedSet(FakeEngine(), tmp_path / "none", StateFile(tmp_path / "s.json"))

@@ -19,18 +19,14 @@ HELD = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"w" * 
 
 
 class Hub(ThreadingHTTPServer):
-    """A hub with the public repository acme/cars, a gated and a private one.
-
-    Attributes:
-        read: Paths that were asked for.
-        sizes: Sizes that it claims for files.
-    """
+    """A hub with the public repository acme/cars, a gated and a private one."""
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.read, self.sizes = [], {name: len(content) for name, content in HELD.items()}
+        self.read = []  # paths that were asked for
+        self.sizes = {name: len(content) for name, content in HELD.items()}  # that it claims
 
 
 class Answer(BaseHTTPRequestHandler):

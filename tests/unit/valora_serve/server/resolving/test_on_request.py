@@ -52,11 +52,7 @@ def metric(server, name):
 
 
 class Gated(Resolver):
-    """Has every adapter; reading one waits until it is let through.
-
-    Attributes:
-        found: Names that were looked for.
-    """
+    """Has every adapter; reading one waits until it is let through; notes the names."""
 
     def __init__(self, scheme="gated", place=""):
         super().__init__(scheme, place)
@@ -119,14 +115,8 @@ def test_names_that_may_not_be_loaded(place, monkeypatch):
     (place / "store" / "cars-link").symlink_to(place / "outside")
     (place / "store" / "cars-loop").symlink_to("cars-loop")
     with serving(**settings(place, adapter_allow=("cars-*",))) as server:
-        for name in (
-            "private",
-            "../outside",
-            "cars-/../../outside",
-            "cars-1/",
-            "cars-\n",
-            "CARS-1",
-        ):
+        names = ("private", "../outside", "cars-/../../outside", "cars-1/", "cars-\n", "CARS-1")
+        for name in names:
             assert refused(ask(server, name), 404, "There is no model") == "model_not_found"
         refused(ask(server, "cars-9"), 404, "no source of adapters has it")
         refused(ask(server, "cars-link"), 400, "link that leads out")
@@ -283,8 +273,7 @@ def test_a_drain_ends_requests_that_wait_for_an_adapter(place, gated):
 
 
 def test_a_source_that_hangs(place, gated):
-    chosen = settings(place, adapter_sources=("gated://",), adapter_seconds=0.05)
-    with serving(**chosen) as server:
+    with serving(**settings(place, adapter_sources=("gated://",), adapter_seconds=0.05)) as server:
         refused(ask(server, "cars-7"), 503, "not fetched within 0.05 s")
         assert ask(server, "tiny").status_code == 200
 
@@ -339,9 +328,8 @@ def test_an_adapter_that_comes_into_use_before_it_is_unloaded_stays(place):
                 if use == "request":
                     loader._users["cars-1"] += 1
                 else:
-                    engine._served["rules"] = ServedModel(
-                        "rules", "domain", "rules", adapter="cars-1"
-                    )
+                    user = ServedModel("rules", "domain", "rules", adapter="cars-1")
+                    engine._served["rules"] = user
                 server.server.servers[0].get_loop().call_soon_threadsafe(lock.release)
                 refused(asked.result(20), 429, "are in use")
             assert "cars-1" in {m.name for m in engine.models()}
@@ -384,9 +372,8 @@ def test_only_what_a_request_can_load_is_listed(place):
         assert cards(server)["cars-1"]["state"] == "disk"
     with serving(**settings(place, adapter_allow=("dogs-*",))) as server:
         assert not {"cars-1", "cars-bad"} & set(cards(server))
-        assert (
-            metric(server, "valora_adapters{")['valora_adapters{resolver="file",state="disk"}'] == 0
-        )
+        found = metric(server, "valora_adapters{")
+        assert found['valora_adapters{resolver="file",state="disk"}'] == 0
     (place / "other").mkdir()
     with serving(**settings(place, adapter_sources=(str(place / "other"),))) as server:
         assert "cars-1" not in cards(server)

@@ -26,8 +26,7 @@ LARGE = 6 << 20
 class Web(http.server.ThreadingHTTPServer):
     """Serves a folder, without ranges; `status` other than 200 is the answer to everything.
 
-    Attributes:
-        signed: Whether files are redirected to URLs that differ each time.
+    If `signed`, files are redirected to URLs that differ each time.
     """
 
     def __init__(self, folder):
@@ -153,11 +152,7 @@ class Refusing(MemoryFileSystem):
 
 
 class Connected(Elsewhere):
-    """Has one connection, which is for one thread.
-
-    Attributes:
-        made: Threads that connected.
-    """
+    """Has one connection, which is for one thread; `made` are the threads that connected."""
 
     protocol = "connected"
     made: list = []  # noqa: RUF012

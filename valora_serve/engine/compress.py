@@ -110,7 +110,7 @@ def prepare_compression(
         key = b"queries|" + bytes.fromhex(target.adapter.content)
         queries = MemoryTokens(key, at, target.encoder.queries)
         prompt = Prompt([*read, *[PLACEHOLDER] * count], memory=queries)
-        head = EmbeddingHead(tokens=count)
+        head = EmbeddingHead(last_tokens=count)
     prepared = Prepared(request, target, prompt, head)
     return Compression(wanted, prepared, len(ids), base, lmm.dtype, encoder)
 

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,15 +40,8 @@ class EmbeddingHead(Head):
     kind: str = "embedding"
     weight: torch.Tensor = field(default_factory=lambda: torch.empty(0, 0))
     bias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    tokens: int = 1
-
-    @property
-    def reads_visual(self) -> bool:
-        return False
-
-    @property
-    def last_tokens(self) -> int:
-        return self.tokens
+    last_tokens: int = 1
+    reads_visual: ClassVar[bool] = False
 
     @classmethod
     def parse(cls, *_: Any, **__: Any) -> EmbeddingHead:

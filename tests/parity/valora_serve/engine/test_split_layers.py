@@ -12,7 +12,7 @@ from tests.parity.valora_serve.engine.test_tensor_parallel import MODES, assert_
 from tests.parity.valora_serve.model.test_lmm import FAMILIES, TARGETS, requests_of
 from tests.support.engine_reference import make_engine, run
 from tests.support.forked import forked_workers
-from tests.support.serve_helpers import LANGUAGE, make_adapter
+from tests.support.serve_helpers import LANGUAGE, make_adapters
 from valora_serve.types import SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -29,20 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 )
 def test_adapters_on_every_linear_of_other_architectures(family, how, tmp_path):
     base = str(FAMILIES[family](tmp_path / family, seed=3))
-    adapters = {
-        "all": make_adapter(
-            tmp_path / "all", base, seed=1, rank=3, alpha=6, targets=TARGETS[family], strength=0.3
-        ),
-        "part": make_adapter(
-            tmp_path / "part",
-            base,
-            seed=2,
-            rank=4,
-            alpha=9,
-            targets=rf"{LANGUAGE}|model\.layers.*\.(q|o)_proj",
-            strength=0.3,
-        ),
-    }
+    part = rf"{LANGUAGE}|model\.layers.*\.(q|o)_proj"
+    kinds = {"all": (1, 3, 6, TARGETS[family]), "part": (2, 4, 9, part)}
+    adapters = make_adapters(tmp_path, base, 0.3, **kinds)
     asked = [
         replace(one, sampling=SamplingParams(max_tokens=3, temperature=0.0, logprobs=20))
         for one in requests_of(family, ["all", None, "part"])

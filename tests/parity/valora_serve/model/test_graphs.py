@@ -7,7 +7,7 @@ from PIL import Image
 
 from tests.support.cases import others_slow
 from tests.support.engine_reference import capture
-from tests.support.serve_helpers import EVERYTHING, make_adapter
+from tests.support.serve_helpers import EVERYTHING, make_adapters
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import measure
 from valora_serve.engine.settings import EngineSettings
@@ -19,13 +19,8 @@ TURNS = ("what is this?", "how many stars?", "describe the image.")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    root = tmp_path_factory.mktemp("adapters")
-    return {
-        f"a{number}": make_adapter(
-            root / f"a{number}", "tiny", seed=number, rank=rank, targets=EVERYTHING, strength=0.2
-        )
-        for number, rank in enumerate((8, 16, 4))
-    }
+    kinds = {f"a{n}": (n, rank, 16, EVERYTHING) for n, rank in enumerate((8, 16, 4))}
+    return make_adapters(tmp_path_factory.mktemp("adapters"), "tiny", 0.2, **kinds)
 
 
 def answers(folders, policy, compile_kernels=False, **options):

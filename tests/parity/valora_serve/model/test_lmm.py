@@ -17,7 +17,7 @@ from tests.support.engine_reference import (
     run,
 )
 from tests.support.lmm_checkpoints import APART, CHECKPOINTS, FRAMES_AS_IMAGES, TEXT_CHECKPOINTS
-from tests.support.serve_helpers import make_adapter
+from tests.support.serve_helpers import make_adapters
 from valora_serve.errors import RequestError
 from valora_serve.types import Mode, Request, SamplingParams
 
@@ -58,15 +58,8 @@ def base(family, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapters(family, base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapters")
-    return {
-        "all": make_adapter(
-            folder / "all", base, seed=1, rank=4, alpha=6, targets=TARGETS[family], strength=0.3
-        ),
-        "text": make_adapter(
-            folder / "text", base, seed=2, rank=3, alpha=9, targets=TEXT_ONLY, strength=0.3
-        ),
-    }
+    kinds = {"all": (1, 4, 6, TARGETS[family]), "text": (2, 3, 9, TEXT_ONLY)}
+    return make_adapters(tmp_path_factory.mktemp("adapters"), base, 0.3, **kinds)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from transformers import (
 from tests.parity.valora_serve.engine.test_engine import EVERYBODY, mixed
 from tests.support.engine_reference import Reference, assert_empty, make_engine, relative, run
 from tests.support.lmm_checkpoints import CHECKPOINTS, save_llava
-from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapter
+from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapters
 from valora_data.contract.quantized import is_installed, rounded_matrix
 from valora_data.errors import BundleError
 from valora_serve.engine.settings import EngineSettings
@@ -102,14 +102,8 @@ def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rounded")
     base = str(CHECKPOINTS[request.param](folder / "base", seed=7))
     everything = EVERYTHING if request.param == "llava" else r".*language_model.*_proj"
-    adapters = {
-        "everything": make_adapter(
-            folder / "a", base, seed=6, rank=6, alpha=13, targets=everything, strength=0.25
-        ),
-        "attention": make_adapter(
-            folder / "b", base, seed=1, rank=8, alpha=16, targets=LANGUAGE, strength=0.25
-        ),
-    }
+    kinds = {"everything": (6, 6, 13, everything), "attention": (1, 8, 16, LANGUAGE)}
+    adapters = make_adapters(folder, base, 0.25, **kinds)
     references = {
         quantize: Rounding(base, adapters, quantize)
         for quantize in ("fp8", *(["nf4_packed"] if is_installed() else []))

@@ -16,7 +16,7 @@ from tests.support.engine_reference import (
     run,
 )
 from tests.support.lmm_checkpoints import save_llava, save_qwen2_5_vl, save_qwen2_vl
-from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapter
+from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapters
 from valora_data.contract.base_model import load_model
 from valora_data.models.qwen_vl import WindowEncoder
 from valora_kernels.metadata import NONE
@@ -90,13 +90,8 @@ def test_cached_images_skip_the_encoder(base, calls):
 
 
 def test_adapters_of_the_tower_go_without_a_graph(base, tmp_path, calls):
-    kinds = {"tower": EVERYTHING, "language": LANGUAGE}
-    adapters = {
-        name: make_adapter(
-            tmp_path / name, base, seed=seed, rank=4, alpha=6, targets=targets, strength=0.25
-        )
-        for seed, (name, targets) in enumerate(kinds.items())
-    }
+    kinds = {"tower": (0, 4, 6, EVERYTHING), "language": (1, 4, 6, LANGUAGE)}
+    adapters = make_adapters(tmp_path, base, 0.25, **kinds)
     engine = captured(base, adapters)
     requests = [about(1, 1, "language"), about(2, 1)]
     check_answers(run(engine, requests), Reference(base, adapters), *requests)

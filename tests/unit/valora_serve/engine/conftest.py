@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.engine_reference import Reference
 from tests.support.lmm_checkpoints import save_llava
-from tests.support.serve_helpers import LANGUAGE, MLP, DomainSpec, make_adapter, make_bundle
+from tests.support.serve_helpers import LANGUAGE, MLP, DomainSpec, make_adapters, make_bundle
 
 
 @pytest.fixture(scope="package")
@@ -14,14 +14,11 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def adapters(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapters")
-    return {
-        name: make_adapter(
-            folder / name, base, seed=seed, rank=2 + seed, alpha=5 + seed, strength=0.3,
-            targets=LANGUAGE if seed % 2 else MLP,
-        )
+    kinds = {
+        name: (seed, 2 + seed, 5 + seed, LANGUAGE if seed % 2 else MLP)
         for seed, name in enumerate("abcdef")
-    }  # fmt: skip
+    }
+    return make_adapters(tmp_path_factory.mktemp("adapters"), base, 0.3, **kinds)
 
 
 @pytest.fixture(scope="package")

@@ -1,6 +1,6 @@
 """GPU kernels that apply many LoRA adapters to one batch (VaLoRA §4.3).
 
-- `weights`: the adapters' matrices in device memory, in a contiguous pool or in pages.
+- `weights`: the adapters' matrices in device memory, whose rows address tables locate.
 - `metadata`: which rows of a batch use which adapters, built once per batch.
 - `atmm`: the LoRA operator, y += Σ coefficient · scaling · (x Aᵀ) Bᵀ, for such a batch.
 - `project`: the base projection and the LoRA operator together.

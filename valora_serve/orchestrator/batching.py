@@ -144,10 +144,7 @@ class BatchBuilder:
     def _add_decoding(
         self, running: Iterable[RequestView], *, skip: bool = False
     ) -> list[RequestView] | None:
-        """Add the running requests that decode, and return those that prefill.
-
-        Where a request gets no page, it is left out with `skip`, and otherwise the result is None.
-        """
+        """Add rows that decode, return those that prefill; None without a page, unless `skip`."""
         prefilling = []
         adapters, resident = self.adapters, self.view.resident
         items, requests = self.items, self.requests
@@ -178,13 +175,9 @@ class BatchBuilder:
         return prefilling
 
     def _choose_victims(self) -> list[RequestView]:
-        """Choose running requests to preempt, until the rest have pages.
-
-        The youngest go first, those that have a latency limit or have starved last, and the oldest
-        of all stays: it makes progress whatever happens.
-        """
+        """Choose whom to preempt until the rest have pages: the youngest, never the oldest."""
         running = sorted(self._kept(self.view.running), key=by_age, reverse=True)[:-1]
-        running.sort(key=lambda r: has_limit(r) or r.arrival < self.starved)
+        running.sort(key=lambda r: has_limit(r) or r.arrival < self.starved)  # these last
         return self._victims(running, self._kept(self.plan.running))[0]
 
     def _victims(
@@ -220,13 +213,11 @@ class BatchBuilder:
         return True
 
     def _prompt_tokens(self, request: RequestView, budget: int) -> int:
-        """Tokens of a prompt within the limits; of an image's block all or none.
-
-        The first prompt of a step gets its block, whatever the budget.
-        """
+        """Tokens of a prompt within the limits; of an image's block all or none."""
         tokens = min(max(1, request.prompt_left), self.view.limits.chunk, budget)
         if not request.blocks:
             return tokens
+        # The first prompt of a step gets its block, whatever the budget.
         most = budget if self.prompt_tokens else self.tokens
         return request.whole(tokens) or (request.least if request.least <= most else 0)
 
@@ -273,13 +264,11 @@ class BatchBuilder:
             self._add(request, tokens)
 
     def _reserve(self) -> bool:
-        """Reserve pages for the oldest request, if it has starved and its adapter is not resident.
-
-        If the adapter is, the request goes first: loading that of a younger one could evict it, and
-        so on in turns, for ever. Returns False if nobody is admitted until there are enough pages.
-        """
+        """Reserve pages for a starved oldest request; False if nobody is admitted before it."""
         view = self.view
         oldest = view.waiting[0]
+        # One whose adapter is there goes first: loading that of a younger one could evict it, and
+        # so on in turns, for ever.
         if oldest.arrival >= self.starved or self._is_ready(oldest):
             return True
         assert oldest.adapter is not None
@@ -291,12 +280,8 @@ class BatchBuilder:
         return self.pages >= 0
 
     def _preempt_for_waiting(self) -> None:
-        """Preempt younger running requests for the first waiting one, and admit it.
-
-        Called when the plan leaves out the running requests, which hold the pages or the slots. The
-        waiting one is admitted at once and must be older: otherwise two requests could preempt each
-        other for ever, before either has computed anything.
-        """
+        """Preempt running requests, which the plan leaves out, for the first waiting one."""
+        # It is admitted at once and must be older: otherwise two could preempt each other for ever.
         head = next((r for r in self.plan.waiting if self._is_ready(r)), None)
         if head is None or not self._fits(head.adapter):
             return

@@ -105,11 +105,7 @@ class FairShares:
         self.counters[client] = self.counters.get(client, 0.0) + tokens / share
 
     def _lift(self, queues: Iterable[str]) -> None:
-        """Lift the clients that did not wait before to the lowest of those that did.
-
-        The paper lifts to the last one that left if the queue is empty; here that is the lowest of
-        those that still run, or ran last.
-        """
+        """Lift clients that did not wait before to the lowest that did, or else ran last."""
         now = set(queues)
         stayed = [self.counters[client] for client in now & self._queued]
         floor = min(stayed, default=self._level)

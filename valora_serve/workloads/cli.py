@@ -202,11 +202,7 @@ def _shares(options: argparse.Namespace) -> dict[str, float] | None:
 def _cases(
     options: argparse.Namespace, times: int
 ) -> Iterator[tuple[float | None, float, Workload]]:
-    """Read or generate the workloads to simulate, each with its rate and skewness.
-
-    Rates and numbers of requests are multiplied by `times`; files are replayed as they are. The
-    rate is None where no rate is chosen; the skewness of power-law adapters is α = 1.
-    """
+    """Rate (None: not chosen), skewness (1: power law) and workload, `times` as large if made."""
     file: Path | None = options.trace
     if file is not None and file.suffix == ".jsonl":
         workload = traces.read(file)

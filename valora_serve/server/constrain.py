@@ -57,14 +57,11 @@ class Grammar:
 
 @dataclass(eq=False, slots=True)
 class _Known:
-    """A cached grammar: the client that asked for it, and its matcher or why it has none.
+    """A cached grammar."""
 
-    Copies of a matcher share a lexer, whose states are limited; once one has failed, it is `worn`.
-    """
-
-    client: str
-    made: Any
-    worn: bool = False
+    client: str  # that asked for it
+    made: Any  # its matcher, or why it has none
+    worn: bool = False  # whether a copy of the matcher has filled the lexer that they share
 
 
 class Grammars:
@@ -268,10 +265,8 @@ class GrammarConstraint:
 
 
 def _readable(tokenizer: Any) -> str:
-    """Return a tokenizer as JSON in which added tokens that are plain text are ordinary ones.
-
-    The grammar engine allows added tokens nowhere, also those that models write, as `<tool_call>`.
-    """
+    """Return a tokenizer as JSON in which added tokens that are plain text are ordinary ones."""
+    # The grammar engine allows added tokens nowhere, also those that models write: `<tool_call>`.
     made = json.loads(tokenizer.backend_tokenizer.to_str()) | {"padding": None, "truncation": None}
     vocabulary = made["model"]["vocab"]
     if isinstance(vocabulary, dict):

@@ -151,18 +151,14 @@ def tools_of(body: schema.ChatRequest) -> Tools | None:
     if others := [one for one in body.modalities or () if one != "text"]:
         raise RequestError(f'modalities holds {others[0][:50]!a}: answers are text, send ["text"]')
     choice: Any = body.tool_choice
-    functions = {one.name: one for one in map(_function, range(128), body.tools or ())}
-    if len(functions) < len(body.tools or ()):
-        names = [one.function.name for one in body.tools or () if one.function]
-        doubled = next(name for name in names if names.count(name) > 1)
-        raise RequestError(f"tools holds the function {doubled} twice: leave one out")
+    functions = _functions(body.tools or ())
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         allowed = choice.get("allowed_tools", choice)
         allowed = allowed if isinstance(allowed, dict) else {}
         choice, listed = allowed.get("mode"), allowed.get("tools")
         if choice not in ("auto", "required") or not isinstance(listed, list):
             raise RequestError("tool_choice.allowed_tools lacks its mode or tools: send both")
-        names = [_named(one, functions, "tool_choice.allowed_tools") for one in listed]
+        names = {_named(one, functions, "tool_choice.allowed_tools") for one in listed}
         functions = {name: one for name, one in functions.items() if name in names}
     elif isinstance(choice, dict):
         named = functions[_named(choice, functions, "tool_choice")]
@@ -191,14 +187,20 @@ def calls_as_text(message: schema.Message) -> str:
     )
 
 
-def _function(number: int, tool: schema.Tool) -> schema.Function:
-    if tool.type != "function":
-        raise RequestError(
-            f"tools.{number}.type is {tool.type[:50]!a}: only tools of type function are served"
-        )
-    if tool.function is None:
-        raise RequestError(f"tools.{number} lacks its function: send name and parameters")
-    return tool.function
+def _functions(tools: Sequence[schema.Tool]) -> dict[str, schema.Function]:
+    found: dict[str, schema.Function] = {}
+    for number, tool in enumerate(tools):
+        if tool.type != "function":
+            raise RequestError(
+                f"tools.{number}.type is {tool.type[:50]!a}: only tools of type function are served"
+            )
+        if tool.function is None:
+            raise RequestError(f"tools.{number} lacks its function: send name and parameters")
+        name = tool.function.name
+        if name in found:
+            raise RequestError(f"tools holds the function {name} twice: leave one out")
+        found[name] = tool.function
+    return found
 
 
 def _named(choice: Any, functions: dict[str, schema.Function], place: str) -> str:

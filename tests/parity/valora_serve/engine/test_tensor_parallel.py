@@ -89,15 +89,8 @@ def pair(request, base, adapters, tmp_path_factory):
 
 def requests():
     """Requests of all adapters with none to two images, their log probabilities wanted."""
-    names = [name for name in EVERYBODY if name != "projector"]
-    asked = mixed(names, tokens=3)
-    return [
-        Request(
-            one.id, model=one.model, messages=one.messages, images=one.images,
-            sampling=SamplingParams(max_tokens=3, temperature=0.0, logprobs=20),
-        )
-        for one in asked
-    ]  # fmt: skip
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, logprobs=20)
+    return [replace(one, sampling=sampling) for one in mixed(EVERYBODY)]
 
 
 def values(got):

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.engine_reference import make_engine
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
-from tests.support.stores import run_quietly
+from tests.support.stores import paths_in, run_quietly
 from valora_data.contract.base_model import base_family
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.schema import Task
@@ -21,19 +21,8 @@ from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.server.loading.golden import replay
 from valora_serve.server.loading.startup import follow_bundles
+from valora_train import settings
 from valora_train.errors import SettingsError
-from valora_train.settings import (
-    DomainSettings,
-    FusionSettings,
-    HeadSettings,
-    LoraSettings,
-    ModelSettings,
-    PathSettings,
-    Settings,
-    SourceSettings,
-    TaskSettings,
-    TrainSettings,
-)
 from valora_train.tasks.classification import POOLINGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
@@ -54,7 +43,7 @@ SOME = ("ball_path", "color_reference", "street_presence")
 
 def domain(name):
     task = EVERY_TASK[name]
-    return DomainSettings(
+    return settings.DomainSettings(
         name=name,
         task=task,
         labels=list(builtin_domain(task, name).labels),
@@ -62,26 +51,25 @@ def domain(name):
         required=0.01,
         teacher="labels",
         mirror=task is Task.DETECTION,
-        source=SourceSettings(kind="scenes", counts=COUNTS),
+        source=settings.SourceSettings(kind="scenes", counts=COUNTS),
     )
 
 
 def settings_of(base, folder, names, *, vision=False, **model):
     projector = vision and bool(base_family(str(base)).projector_targets)
-    lora = LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=projector)
-    return Settings(
-        task=TaskSettings(name="all", type=Task.DETECTION),
+    lora = settings.LoraSettings(rank=4, alpha=8, vision_tower=vision, projector=projector)
+    return settings.Settings(
+        task=settings.TaskSettings(name="all", type=Task.DETECTION),
         domains={name: domain(name) for name in names},
-        model=ModelSettings(id=str(base), batch_size=4, **model),
+        model=settings.ModelSettings(id=str(base), batch_size=4, **model),
         # Below any accuracy: what a random model reaches is no matter here. Adapters all the same.
-        fusion=FusionSettings(strategy="rehearsal", margin=-1.0, head_only=False),
-        heads=HeadSettings(max_tokens=6),
-        train=TrainSettings(
+        fusion=settings.FusionSettings(strategy="rehearsal", margin=-1.0, head_only=False),
+        heads=settings.HeadSettings(max_tokens=6),
+        train=settings.TrainSettings(
             steps=3, steps_per_held=1, batch_size=6, probe_steps=2, threads=1, lora=lora
         ),
-        paths=PathSettings(str(folder / "work"), str(folder / "bundles"),
-                           f"sqlite:///{folder}/mlflow.db"),
-    )  # fmt: skip
+        paths=paths_in(folder),
+    )
 
 
 WORDS = {"answers": Task.VQA, "mood": Task.CLASSIFICATION, "choice": Task.VQA}
@@ -98,18 +86,20 @@ def text_domains(folder):
     (folder / "days.json").write_text(json.dumps(talks))
     common = {"required": 0.01, "teacher": "labels", "mirror": False}
     domains = {
-        name: DomainSettings(
+        name: settings.DomainSettings(
             name=name,
             task=task,
             labels=[] if name == "answers" else ["good", "bad"],
             prompt="How was it? {}",
-            source=SourceSettings(kind="llava", path=str(folder / "days.json")),
+            source=settings.SourceSettings(kind="llava", path=str(folder / "days.json")),
             **common,
         )
         for name, task in WORDS.items()
     }
-    source = SourceSettings(kind="records", entries=6, counts={"train": 8, "unlabelled": 8})
-    domains["ledger"] = DomainSettings(
+    source = settings.SourceSettings(
+        kind="records", entries=6, counts={"train": 8, "unlabelled": 8}
+    )
+    domains["ledger"] = settings.DomainSettings(
         name="ledger", task=Task.CONTEXT, prompt="{}", source=source, **common
     )
     return domains

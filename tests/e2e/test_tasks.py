@@ -8,24 +8,13 @@ from PIL import Image
 
 from tests.support.engine_reference import make_engine
 from tests.support.http_helpers import data_url, serving
-from tests.support.stores import run_quietly
+from tests.support.stores import paths_in, run_quietly
 from valora_data.contract.bundle import GOLDEN, read_bundle
 from valora_data.errors import DataError, ValoraError
 from valora_data.schema import Task
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.server.loading.golden import replay
-from valora_train.settings import (
-    DomainSettings,
-    FusionSettings,
-    HeadSettings,
-    LoraSettings,
-    ModelSettings,
-    PathSettings,
-    Settings,
-    SourceSettings,
-    TaskSettings,
-    TrainSettings,
-)
+from valora_train import settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread", "gate_here")]
 
@@ -152,22 +141,26 @@ def write_data(folder):
 
 
 def settings_of(base, folder, data, options):
-    domain = DomainSettings(
+    domain = settings.DomainSettings(
         name="gauge", task=Task("number"), prompt="what does it show?", required=0.01,
-        teacher="labels", source=SourceSettings(kind="imagefolder", path=str(data)),
+        teacher="labels", source=settings.SourceSettings(kind="imagefolder", path=str(data)),
     )  # fmt: skip
-    return Settings(
-        task=TaskSettings(name="gauges", type=Task("number")),
+    return settings.Settings(
+        task=settings.TaskSettings(name="gauges", type=Task("number")),
         domains={"gauge": domain},
-        model=ModelSettings(id=str(base), batch_size=4),
-        fusion=FusionSettings(margin=-1.0, head_only=False),
-        heads=HeadSettings(options=options),
-        train=TrainSettings(
-            steps=3, batch_size=4, probe_steps=2, threads=1, flip=False,
-            lora=LoraSettings(rank=4, alpha=8),
+        model=settings.ModelSettings(id=str(base), batch_size=4),
+        fusion=settings.FusionSettings(margin=-1.0, head_only=False),
+        heads=settings.HeadSettings(options=options),
+        train=settings.TrainSettings(
+            steps=3,
+            batch_size=4,
+            probe_steps=2,
+            threads=1,
+            flip=False,
+            lora=settings.LoraSettings(rank=4, alpha=8),
         ),
-        paths=PathSettings(str(folder / "work"), str(folder / "bundles"), f"sqlite:///{folder}/mlflow.db"),
-    )  # fmt: skip
+        paths=paths_in(folder),
+    )
 
 
 def test_a_task_of_another_package_is_trained_and_served(installed, random_llava, tmp_path):

@@ -178,13 +178,14 @@ def error_of(text, most=2000):
 def fuzz(part, cases, seed=0, only=(), minutes=0.0, **limits):
     """Run a fuzzer's cases; returns the report. `limits` replace those of the module."""
     module, report = importlib.import_module(f"tests.fuzz.{part}"), Report()
-    start, most = time.monotonic(), module.LIMITS | limits
+    most = module.LIMITS | limits
     try:
         with (
             tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
             module.running(Path(folder)) as (server, make),
             watched(server) as taken,
         ):
+            start = time.monotonic()
             for number in only or range(cases):
                 if minutes and time.monotonic() - start > 60 * minutes:
                     break

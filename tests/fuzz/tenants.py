@@ -11,18 +11,10 @@ import httpx
 from tests.fuzz.driver import HEADERS, KEY, served
 from tests.fuzz.media import drawing
 from tests.support.http_helpers import CHAT, chat, data_url, encoded
-from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import DOMAINS as PACK
-from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, make_adapter, make_bundle
+from tests.support.serve_helpers import make_bundle, make_tenants
 
-ADAPTERS = {  # half of them are loaded only at times
-    "red": {"rank": 8, "targets": EVERYTHING},
-    "green": {"rank": 4, "targets": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 7}},
-    "blue": {"rank": 6, "targets": MLP, "use_rslora": True, "rank_pattern": {".*gate_proj": 3}},
-    "ash": {"rank": 1, "targets": LANGUAGE, "alpha": 4},
-    "elm": {"rank": 9, "targets": EVERYTHING, "alpha": 8},
-}
-ALWAYS, SOMETIMES = ("red", "green", "blue"), ("ash", "elm")
+ALWAYS, SOMETIMES = ("red", "green", "blue"), ("ash", "elm")  # adapters: loaded always, at times
 MORE = ("signs", "things")  # domains of the bundle that is loaded at times
 VERBS = ("unload", "load")
 HEADS = ("plates", "scene", *MORE)  # domains that are asked without text
@@ -61,14 +53,11 @@ class Tenants:
 
     def __init__(self, folder):
         self.folder, self.store, self.model = folder, folder / "store", ""
-        self.base = str(save_llava(folder / "base", seed=5, side=16))
-        for number, (name, options) in enumerate(ADAPTERS.items()):
-            make_adapter(self.store / name, self.base, seed=number, strength=0.3, **options)
-        self.bundle = make_bundle(folder / "pack", self.base, name="pack", seed=3)
+        self.base, _, self.bundle = make_tenants(folder)
         domains = dict(zip(MORE, (PACK["scene"], PACK["plates"]), strict=True))
         make_bundle(self.store / "more", self.base, name="more", domains=domains, seed=4)
         draw, self.questions = random.Random(1), []
-        for model in (None, *ADAPTERS, "caption"):
+        for model in (None, *ALWAYS, *SOMETIMES, "caption"):
             for n in range(6):
                 words = " ".join(draw.choices(("what", "is", "this", "thing"), k=1 + 3 * n))
                 image = encoded(drawing(30 + n, 9 + n), "PNG") if n % 3 else None

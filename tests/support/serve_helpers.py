@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from tests.support.engine_reference import auto_class
+from tests.support.lmm_checkpoints import save_llava
 from valora_data.contract.base_model import base_folder, base_hash
 from valora_data.contract.bundle import write_manifest
 from valora_data.contract.heads import write_head
@@ -153,6 +154,25 @@ ADAPTERS = {
     "adapter-2": {"rank": 4, "alpha": 12, "targets": f"{LANGUAGE}|{MLP}", "use_rslora": True},
 }
 TASKS = {"yes_no": "vqa", "action": "video", None: "caption"}  # others: the kind of head itself
+
+
+TENANTS = {
+    "red": {"rank": 8, "targets": EVERYTHING},
+    "green": {"rank": 4, "targets": ["q_proj", "v_proj"], "alpha_pattern": {"v_proj": 7}},
+    "blue": {"rank": 6, "targets": MLP, "use_rslora": True, "rank_pattern": {".*gate_proj": 3}},
+    "ash": {"rank": 1, "targets": LANGUAGE, "alpha": 4},
+    "elm": {"rank": 9, "targets": EVERYTHING, "alpha": 8},
+}
+
+
+def make_tenants(folder):
+    """A small LLaVA, folders of adapters of it by name, each its own way, and a bundle."""
+    base = str(save_llava(folder / "base", seed=5, side=16))
+    adapters = {
+        name: make_adapter(folder / "store" / name, base, seed=number, strength=0.3, **options)
+        for number, (name, options) in enumerate(TENANTS.items())
+    }
+    return base, adapters, make_bundle(folder / "pack", base, name="pack", seed=3)
 
 
 def make_bundle(folder, base, *, name="sample", version=1, domains=None, adapters=None, seed=0):

@@ -5,6 +5,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from valora_train.settings import PathSettings
+
 
 @cache
 def _migrated():
@@ -32,6 +34,12 @@ def new_store(folder):
     if not file.exists():
         shutil.copy(_migrated(), file)
     return f"sqlite:///{file}"
+
+
+def paths_in(folder):
+    """Settings of paths below a folder, with the store that `run_quietly` puts there."""
+    work, bundles = folder / "work", folder / "bundles"
+    return PathSettings(str(work), str(bundles), f"sqlite:///{folder}/mlflow.db")
 
 
 def run_quietly(settings, folder):

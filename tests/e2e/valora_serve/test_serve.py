@@ -258,38 +258,47 @@ def test_kill_and_restart_come_back_to_the_same_set(sample_bundle, tmp_path):
         assert ask(second, "one") is None
 
 
-def test_a_stranger_learns_nothing_of_cached_prompts(sample_bundle, tmp_path):
+KEYS = {name: new_key(name, "user") for name in ("alice", "bob")}
+
+
+@pytest.fixture(scope="module")
+def guarded(sample_bundle, tmp_path_factory):
+    """A server with keys of two users, which loads adapters from a store; and the store."""
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "keys").write_text("\n".join(line for _, line in KEYS.values()))
+    (folder / "store").mkdir()
+    with Process(
+        sample_bundle, "--no-golden", "--keys-file", folder / "keys", "--api-key", SECRET,
+        "--allow-runtime-loading", "--adapter-folder", folder / "store",
+        "--state-file", folder / "state.json", cwd=folder,
+    ) as process:  # fmt: skip
+        yield process, folder / "store"
+
+
+def test_a_stranger_learns_nothing_of_cached_prompts(guarded):
     """Of the base model, an adapter, a context and an image: each key finds what it sent itself."""
-    keys = {name: new_key(name, "user") for name in ("alice", "bob")}
-    (tmp_path / "keys").write_text("\n".join(line for _, line in keys.values()))
-    (tmp_path / "adapters").mkdir()
-    process = Process(
-        sample_bundle, "--no-golden", "--keys-file", tmp_path / "keys", "--api-key", SECRET,
-        "--allow-runtime-loading", "--adapter-folder", tmp_path / "adapters",
-        "--state-file", tmp_path / "state.json", cwd=tmp_path,
-    )  # fmt: skip
+    process, _ = guarded
 
     def cached(name, model, parts, **more):
-        answer = process.chat(model, parts, key=keys[name][0], max_tokens=1, **more)
+        answer = process.chat(model, parts, key=KEYS[name][0], max_tokens=1, **more)
         used = answer.raise_for_status().json()["usage"]
         return used["prompt_tokens_details"]["cached_tokens"]
 
     text = {"type": "text", "text": "my account is four seven one two and my pin nine three " * 3}
-    with process:
-        made = process.post("contexts", name="rules", document="No dogs after eight. " * 20)
-        made.raise_for_status()
-        asked = [(model, [text]) for model in ("tiny", "sample/adapter-1", "rules")]
-        for model, parts in (*asked, ("tiny", [IMAGE, text])):
-            for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
-                first, again = (cached("alice", model, parts, **salt) for _ in range(2))
-                assert (first > 0) == (model == "rules")  # the document, which is the operator's
-                assert again > first + 32
-                assert cached("bob", model, parts, **salt) == first
-                assert cached("bob", model, parts, **salt) == again
+    made = process.post("contexts", name="rules", document="No dogs after eight. " * 20)
+    made.raise_for_status()
+    asked = [(model, [text]) for model in ("tiny", "sample/adapter-1", "rules")]
+    for model, parts in (*asked, ("tiny", [IMAGE, text])):
+        for salt in ({}, {"cache_salt": "one"}, {"cache_salt": "two"}):
+            first, again = (cached("alice", model, parts, **salt) for _ in range(2))
+            assert (first > 0) == (model == "rules")  # the document, which is the operator's
+            assert again > first + 32
+            assert cached("bob", model, parts, **salt) == first
+            assert cached("bob", model, parts, **salt) == again
 
 
-def test_adapters_that_do_not_fit_are_refused(sample_bundle, tmp_path, random_llava):
-    store = tmp_path / "store"
+def test_adapters_that_do_not_fit_are_refused(guarded, random_llava):
+    process, store = guarded
     make_adapter(store / "foreign", str(random_llava), seed=1)
     good = make_adapter(store / "good", "tiny", seed=1)
     for name, change in (
@@ -305,16 +314,12 @@ def test_adapters_that_do_not_fit_are_refused(sample_bundle, tmp_path, random_ll
     archive = shutil.copytree(good, store / "tar") / "adapter_model.safetensors"
     subprocess.run(["tar", "cf", archive, "-C", store, "good"], check=True)
     refused = ("foreign", "nan", "strange", "narrow", "cut", "tar")
-    with Process(
-        sample_bundle, "--no-golden", "--allow-runtime-loading", "--adapter-folder", store,
-        "--api-key", SECRET, cwd=tmp_path,
-    ) as process:  # fmt: skip
-        for name in refused:
-            answer = process.post("load_lora_adapter", lora_name=name, lora_path=name)
-            assert answer.status_code == 400, (name, answer.text)
-            assert answer.json()["error"]["code"] == "invalid_adapter"
-        assert not process.names() & {*refused}
-        assert httpx.get(f"{process.url}/health").status_code == 200
+    for name in refused:
+        answer = process.post("load_lora_adapter", lora_name=name, lora_path=name)
+        assert answer.status_code == 400, (name, answer.text)
+        assert answer.json()["error"]["code"] == "invalid_adapter"
+    assert not process.names() & {*refused}
+    assert httpx.get(f"{process.url}/health").status_code == 200
 
 
 # Load generators

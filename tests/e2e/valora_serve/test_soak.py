@@ -18,25 +18,8 @@ from tests.support.engine_reference import (
     noise,
     run,
 )
-from tests.support.lmm_checkpoints import save_llava
-from tests.support.serve_helpers import (
-    EVERYTHING,
-    LANGUAGE,
-    MLP,
-    DomainSpec,
-    make_adapter,
-    make_bundle,
-)
-from valora_serve.errors import (
-    AdapterError,
-    BusyError,
-    CancelledRequestError,
-    DeadlineError,
-    OverloadedError,
-    RequestError,
-    ServeError,
-    UnknownModelError,
-)
+from tests.support.serve_helpers import DOMAINS, make_tenants
+from valora_serve import errors
 from valora_serve.orchestrator import batching
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
@@ -44,17 +27,11 @@ from valora_serve.types import Finish, Request, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
-NAMES = ("red", "green", "blue")
+NAMES = ("one", "two", "three")
 """Adapters' names; what they stand for changes while requests run."""
 
 GAP = 1e-3
 """By how much the likeliest token must be likelier than the next, to be the same everywhere."""
-
-DOMAINS = {
-    "scene": DomainSpec("adapter-1", "classification", ["x", "y", "z"], prompt="Which one?"),
-    "things": DomainSpec("adapter-2", "detection", ["thing"], prompt="Find them."),
-    "words": DomainSpec("adapter-2", None, [], prompt="Describe it."),
-}
 
 
 @dataclass
@@ -81,16 +58,8 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("soak")
-    base = str(save_llava(folder / "base", seed=5, side=16))
-    targets = (LANGUAGE, MLP, EVERYTHING, LANGUAGE, EVERYTHING)
-    contents = [
-        make_adapter(
-            folder / f"content-{n}", base, seed=n, rank=1 + 2 * n, alpha=4 + n, targets=target,
-            strength=0.3,
-        )
-        for n, target in enumerate(targets)
-    ]  # fmt: skip
-    bundle = make_bundle(folder / "bundle", base, name="pack", domains=DOMAINS, seed=3)
+    base, adapters, bundle = make_tenants(folder)
+    contents = list(adapters.values())
     draw = random.Random(1)
     prompts = []
     for n in range(10):
@@ -100,16 +69,16 @@ def world(tmp_path_factory):
         sampling = SamplingParams(max_tokens=(2, 7, 24)[n % 3], logprobs=2)
         prompts.append(Request("", messages=messages, images=images, sampling=sampling))
     made = World(base, contents, bundle, prompts)
-    engine = make_engine(base, {one.name: one for one in contents}, policy="unmerge_only")
+    engine = make_engine(base, adapters, policy="unmerge_only")
     engine.load(bundle)
-    for name in (None, *(one.name for one in contents), "words"):
+    for name in (None, *adapters, "caption"):
         asked = [replace(one, id=f"{n}", model=name) for n, one in enumerate(prompts)]
         for key, got in run(engine, asked).items():
             gaps = [one.top[0].logprob - one.top[1].logprob for one in got.logprobs]
             if min(gaps) > GAP:
                 made.answers[int(key), name] = got.tokens
     assert len(made.answers) > 50
-    for domain in ("scene", "things"):
+    for domain in ("scene", "plates"):
         asked = [replace(one, id=f"{n}", model=domain) for n, one in enumerate(prompts)]
         asked = [one for one in asked if one.images or domain == "scene"]
         for key, got in run(engine, asked).items():
@@ -160,7 +129,7 @@ class Soak:
         draw, world = self.draw, self.world
         number = draw.randrange(len(world.prompts))
         prompt = world.prompts[number]
-        name = draw.choice((None, *NAMES, *NAMES, "scene", "things", "words", "nobody"))
+        name = draw.choice((None, *NAMES, *NAMES, "scene", "plates", "caption", "nobody"))
         content = self.registry.get(name or "", name if name in DOMAINS else None)
         kind = "answer"
         sampling = replace(prompt.sampling, logprobs=draw.choice((None, 0, 2)))
@@ -182,7 +151,7 @@ class Soak:
                 kind = "wrong"
                 prompt = replace(prompt, images=[*prompt.images, noise(9, 9, 1)])
         head = draw.random() < 0.9
-        if name in ("scene", "things") and head and kind == "answer":
+        if name in ("scene", "plates") and head and kind == "answer":
             kind = "head"
         self.count += 1
         request = replace(
@@ -190,14 +159,14 @@ class Soak:
         )
         try:
             self.engine.add(self.engine.prepare(request))
-        except ServeError as error:
+        except errors.ServeError as error:
             self.refused[type(error).__name__] += 1
             known = name is None or name in self.registry or (self.bundled and name in DOMAINS)
             if known:
-                assert isinstance(error, RequestError), error
-                assert kind == "wrong" or (name == "things" and head), error
+                assert isinstance(error, errors.RequestError), error
+                assert kind == "wrong" or (name == "plates" and head), error
             else:
-                assert isinstance(error, UnknownModelError)
+                assert isinstance(error, errors.UnknownModelError)
             return
         assert kind != "wrong"
         self.expected[request.id] = (number, content, kind)
@@ -222,9 +191,9 @@ class Soak:
         engine.load(folder, name)
         self.registry[name] = folder.name
         if self.bundled:
-            with pytest.raises(BusyError):
+            with pytest.raises(errors.BusyError):
                 engine.registry.unregister("adapter", "pack/adapter-1")
-        with pytest.raises(AdapterError):
+        with pytest.raises(errors.AdapterError):
             engine.load(folder / "none", name)
 
     def go(self, requests):
@@ -260,12 +229,12 @@ class Soak:
     def judge(self, request_id, got):
         number, content, kind = self.expected[request_id]
         if got.finish is Finish.ERROR:
-            wanted = {"breaks": ServeError, "late": DeadlineError}
-            allowed = wanted.get(kind, OverloadedError)
+            wanted = {"breaks": errors.ServeError, "late": errors.DeadlineError}
+            allowed = wanted.get(kind, errors.OverloadedError)
             assert isinstance(got.error, allowed), (kind, got.error)
             return
         if got.finish is Finish.CANCELLED:
-            assert isinstance(got.error, CancelledRequestError)
+            assert isinstance(got.error, errors.CancelledRequestError)
         tokens = self.world.answers.get((number, content))
         if kind == "head":
             if got.finish is Finish.HEAD:

@@ -104,12 +104,12 @@ def own_logging():
             logger.setLevel(level)
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=10.0, pause=0.005):
     """Wait until something holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not come true in time"
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def picture(width=40, height=20, colour=(200, 30, 60)):

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[3]
 SECRET = "an-admin-key-for-these-tests"
 HEADERS = {"authorization": f"Bearer {SECRET}"}
 ROOTS = os.pathsep.join(str(ROOT / part) for part in ("", "data", "kernels", "teachers"))
+ENVIRONMENT = {"PYTHONPATH": ROOTS, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def bundle_with_golden(folder, *, seed=2, **options):
@@ -121,7 +122,7 @@ class Process:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = Path(cwd) / f"log-{self.port}.txt"
         settings = {
-            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOTS,
+            **ENVIRONMENT,
             "VALORA_PORT": str(self.port), "VALORA_COST_FOLDER": str(Path(cwd) / "costs"),
             "VALORA_PROFILE": "false",
         }  # fmt: skip

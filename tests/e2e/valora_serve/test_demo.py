@@ -8,8 +8,8 @@ import time
 import httpx
 import pytest
 
-from tests.e2e.valora_serve.serving import ROOTS
-from tests.support.browser import chromium_path
+from tests.e2e.valora_serve.serving import ENVIRONMENT
+from tests.support.browser import opened
 from tests.support.forked import Forked
 
 pytestmark = pytest.mark.slow
@@ -19,11 +19,10 @@ pytestmark = pytest.mark.slow
 def demo(tmp_path_factory):
     """Address of a running demo."""
     folder = tmp_path_factory.mktemp("demo")
-    settings = {"PYTHONPATH": ROOTS, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     (folder / "log").touch()
     process = Forked(
         "valora_serve.commands", ["demo", "--no-browser", "--port", "0"], folder, folder / "log",
-        os.environ | settings,
+        os.environ | ENVIRONMENT,
     )  # fmt: skip
     end = time.monotonic() + 180
     while (found := re.search(r"console is at (\S+)", (folder / "log").read_text())) is None:
@@ -47,14 +46,8 @@ def test_the_domains_of_the_package_answer(demo):
     assert answer["results"][0]["detections"]
 
 
-def test_a_box_in_the_browser_with_one_click(demo):
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install")
-    path = chromium_path()
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page()
-        page.goto(demo)
+def test_a_box_in_the_browser_with_one_click(demo, browser):
+    with opened(browser, demo) as page:
         page.locator(".example").first.click()
         page.locator("#boxes rect").first.wait_for(state="attached", timeout=30_000)
         page.locator("#timing", has_text="6 answers").wait_for(timeout=30_000)
-        browser.close()

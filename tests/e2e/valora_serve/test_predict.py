@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.e2e.valora_serve.serving import ROOTS
+from tests.e2e.valora_serve.serving import ENVIRONMENT
 from tests.support.forked import Forked, finish
 from valora_data.contract.results import BoxesResult
 from valora_serve.demo.command import BUNDLES
@@ -18,10 +18,9 @@ BUNDLE = BUNDLES / "detection"
 
 def test_answers_are_the_golden_ones(tmp_path):
     shutil.copytree(BUNDLE / "golden", tmp_path / "photos")
-    settings = {"PYTHONPATH": ROOTS, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     asked = ["predict", "photos", "--bundle", BUNDLE, "--device", "cpu", "--no-golden",
              "--format", "coco,yolo"]  # fmt: skip
-    finish(Forked("valora_serve.commands", asked, tmp_path, env=os.environ | settings))
+    finish(Forked("valora_serve.commands", asked, tmp_path, env=os.environ | ENVIRONMENT))
     lines = (tmp_path / "predictions" / "predictions.jsonl").read_text().splitlines()
     found = {(row["file"], row["domain"]): row["answer"] for row in map(json.loads, lines)}
     examples = json.loads((BUNDLE / "golden" / "golden.json").read_text())

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import httpx
 import psutil
@@ -17,6 +18,7 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.valora_serve.serving import HEADERS, ROOTS, SECRET, Process
+from tests.support import http_helpers
 from tests.support.http_helpers import encoded
 from tests.support.serve_helpers import make_adapter
 
@@ -53,12 +55,7 @@ def yield_to_others(process):
         os.setpriority(os.PRIO_PROCESS, thread.id, 19)
 
 
-def until(condition, seconds):
-    """Wait until something holds, which is looked at rarely: a page of metrics takes time, too."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not come true in time"
-        time.sleep(0.25)
+until = partial(http_helpers.until, pause=0.25)  # a page of metrics takes time, too
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 3_516,
     "tests/*/valora_teachers": 1_135,
     "tests/*/valora_kernels": 2_004,
-    "tests/*/valora_serve": 24_744,
+    "tests/*/valora_serve": 24_734,
     "tests/unit/bench": 1_588,
     BENCH: 12_847,
 }

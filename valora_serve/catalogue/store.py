@@ -85,7 +85,7 @@ class Store:
         *,
         width: int,  # of its hidden states
         device: torch.device | str = "cpu",  # for heads
-        quantize: str | None = None,  # how its weights were rounded
+        quantize: str | None = None,  # how its weights were quantized
         config: Any = None,  # of its language model; None if it reads no contexts
     ) -> None:
         self.base = base

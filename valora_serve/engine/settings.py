@@ -12,8 +12,8 @@ from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.parallel.partition import LORA_PARALLEL, REPLICATE_A
 
 FP8, NF4_PACKED = "fp8", "nf4_packed"
-ROUNDINGS = ("auto", "none", NF4, NF4_PACKED, FP8)
-UNMERGEABLE = (NF4_PACKED, FP8)  # roundings of weights into which no adapter is merged
+QUANTIZATIONS = ("auto", "none", NF4, NF4_PACKED, FP8)
+UNMERGEABLE = (NF4_PACKED, FP8)  # ways to store weights, into which no adapter is merged
 LAZY, EAGER = CAPTURES = ("lazy", "eager")
 SWIFT, BY_MATRIX = SWITCHES = ("swift", "by_matrix")
 
@@ -142,7 +142,7 @@ class EngineSettings:
         if self.max_rank > MOST_RANK:
             raise ValueError(f"max_rank: expected at most {MOST_RANK}, got {self.max_rank}")
         choices = {
-            "dtype": DTYPES, "quantize": ROUNDINGS, "capture": CAPTURES, "operator": OPERATORS,
+            "dtype": DTYPES, "quantize": QUANTIZATIONS, "capture": CAPTURES, "operator": OPERATORS,
             "lora_parallel": LORA_PARALLEL, "share_by": SHARED, "switch": SWITCHES,
         }  # fmt: skip
         for name, allowed in choices.items():

@@ -77,7 +77,7 @@ class Tuning:
             aligned = all(width % ALIGNMENT == 0 for width in widths)
             if group.lora is not None and group.spec.part == "text" and aligned:
                 size = ProjectionGroup(widths[0], widths[1:], padded_ranks(group.lora))
-                orders[size] = orders.get(size, False) or not group.rounded
+                orders[size] = orders.get(size, False) or not group.quantized
         return [
             (size, case)
             for size, either in orders.items()

@@ -72,8 +72,8 @@ class LoraScope:
 class LinearGroup:
     """Linear layers that share their input, with stacked weights."""
 
-    # Whether weights are stored rounded, so that nothing can merge or read them.
-    rounded: ClassVar[bool] = False
+    # Whether weights are stored quantized, so that nothing can merge or read them.
+    quantized: ClassVar[bool] = False
 
     def __init__(self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) -> None:
         self.spec = spec
@@ -150,7 +150,7 @@ class LinearGroup:
         way, widths = self._scope.operator, self.spec.out_features
         if batch is None or self.lora is None:
             y = self._base(flat)
-        elif way.adaptive and self._aligned and not self.rounded:
+        elif way.adaptive and self._aligned and not self.quantized:
             y = x.new_empty(len(flat), sum(widths))
             bases = [self.matrix(index) for index in range(len(widths))]
             biases = None if self.bias is None else list(self.bias.split(widths))

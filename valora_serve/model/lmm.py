@@ -19,7 +19,7 @@ from valora_serve.errors import SettingsError
 from valora_serve.model.attention.base import AttentionPlan, register_attention
 from valora_serve.model.linears import LinearGroup, Linears, MakeGroup
 from valora_serve.model.prompt import Visual, VisualFeatures
-from valora_serve.model.rounded_linears import ALIGNMENT, check_device, make_fp8, make_nf4
+from valora_serve.model.quantized_linears import ALIGNMENT, check_device, make_fp8, make_nf4
 from valora_serve.model.split import SplitHead, SplitReader
 from valora_serve.parallel.group import Group
 from valora_serve.parallel.partition import REPLICATE_A
@@ -40,7 +40,7 @@ class VisualRows:
 class Lmm(BaseModel):
     """A base model whose attention is paged and whose linears take LoRA terms.
 
-    The transformers model is changed in place. `quantize` says how its weights were rounded.
+    The transformers model is changed in place. `quantize` says how its weights were quantized.
     `split` read a rank's part. The language model computes in 8 bits with
     `fp8`; with `packed` its weights stay in 4 bits.
     """
@@ -96,9 +96,9 @@ class Lmm(BaseModel):
         if split is not None:
             model.lm_head = SplitHead(model.lm_head, split.group)
         elif fp8:
-            self._check_rounded("fp8", f"widths are multiples of {ALIGNMENT}", "none")
+            self._check_quantized("fp8", f"widths are multiples of {ALIGNMENT}", "none")
         elif packed:
-            self._check_rounded("nf4_packed", f"weights fill blocks of {BLOCK}", "nf4")
+            self._check_quantized("nf4_packed", f"weights fill blocks of {BLOCK}", "nf4")
 
     @classmethod
     def load(
@@ -115,7 +115,7 @@ class Lmm(BaseModel):
     ) -> Lmm:
         """Load ``tiny``, a folder or a name on the hub; `BundleError`, `SettingsError` if not.
 
-        Weights that are rounded to 4 bits (``quantize`` is ``nf4``) are unpacked again, to the
+        Weights that are quantized to 4 bits (``quantize`` is ``nf4``) are unpacked again, to the
         numbers that adapters were trained on, unless they are to stay packed. A rank of a `group`
         reads its part, to use LoRA matrices that are split by `lora`.
         """
@@ -128,11 +128,11 @@ class Lmm(BaseModel):
             model = unpack(model, dtype)
         return cls(base, model, processor, device, quantize, fp8=fp8, packed=packed)
 
-    def _check_rounded(self, name: str, why: str, instead: str) -> None:
+    def _check_quantized(self, name: str, why: str, instead: str) -> None:
         """Say how many layers stay as they are; refuse it if all do: nothing could be merged."""
         groups = [group for group in self.linears.groups.values() if group.spec.part == "text"]
-        left = sum(len(group.spec.modules) for group in groups if not group.rounded)
-        if not any(group.rounded for group in groups):
+        left = sum(len(group.spec.modules) for group in groups if not group.quantized)
+        if not any(group.quantized for group in groups):
             raise SettingsError(
                 f"quantize={name} is for layers whose {why}, and base model {self.base} has none "
                 f"in its language model: use quantize={instead}"

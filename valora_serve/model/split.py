@@ -130,9 +130,9 @@ class SplitReader:
         if self.quantize is not None:
             quantized.check_library(self.group.device.type)
 
-        def rounded(values: Tensor) -> Tensor:
+        def quantize(values: Tensor) -> Tensor:
             values = values.to(device=self.group.device, dtype=dtype)
-            return quantized.rounded_matrix(values).to(dtype)
+            return quantized.quantized_matrix(values).to(dtype)
 
         found: dict[str, Any] = {}
         for file in files or ():
@@ -149,8 +149,8 @@ class SplitReader:
                         f"tensor_parallel: {name} of base model {self.base} is a mix of several "
                         "layers, which cannot be split: save the model with save_pretrained"
                     )
-                rounds = self.quantize is not None and leaf == "weight" and path != HEAD
-                found[name] = _Part(found[name], part, rounded if rounds else None)
+                packs = self.quantize is not None and leaf == "weight" and path != HEAD
+                found[name] = _Part(found[name], part, quantize if packs else None)
         return found
 
     def make(self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) -> LinearGroup:
@@ -182,14 +182,14 @@ def check_split(base: str, size: int) -> None:
 class _Part:
     """A weight in a file, of which this rank reads a part; indexed once, with ``...``."""
 
-    def __init__(self, values: Any, part: Slice, rounded: Callable[..., Tensor] | None) -> None:
-        self._values, self._part, self._rounded = values, part, rounded
+    def __init__(self, values: Any, part: Slice, quantize: Callable[..., Tensor] | None) -> None:
+        self._values, self._part, self._quantize = values, part, quantize
         self.get_shape, self.get_dtype = values.get_shape, values.get_dtype
 
     def __getitem__(self, index: Any) -> Tensor:
         assert index is Ellipsis
-        # Blocks of a matrix are rounded together.
-        values = self._values if self._rounded is None else self._rounded(self._values[...])
+        # Blocks of a matrix are quantized together.
+        values = self._values if self._quantize is None else self._quantize(self._values[...])
         found: Tensor = self._part.of(values, len(self.get_shape()))
         return found.contiguous()
 

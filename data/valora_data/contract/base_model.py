@@ -103,7 +103,7 @@ def load_model(
     plain: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Load model and processor, onto the CPU; or one rounded to 4 bits (``nf4``) onto its device.
+    """Load model and processor, onto the CPU; or one quantized to 4 bits (``nf4``) onto its device.
 
     `read` stands for ``from_pretrained``; `plain` refuses a quantised model; or a `BundleError`.
     """

@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_base(
     bundle: Bundle, base: str, actual: str | None = None, quantize: str | None = None
 ) -> None:
-    """Check that a bundle fits a base model (with this `base_hash`), rounded as in training."""
+    """Check that a bundle fits a base model (with this `base_hash`), quantized as in training."""
     wanted, actual = bundle.manifest["base"], actual or base_hash(base)
     if actual != wanted["sha256"]:
         raise BundleError(

@@ -90,7 +90,7 @@ def prepare_packed(model: Any) -> None:
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, rounded_matrix(self.weight).to(x.dtype), bias)
+        return F.linear(x, quantized_matrix(self.weight).to(x.dtype), bias)
 
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -100,20 +100,20 @@ def prepare_packed(model: Any) -> None:
 
 
 def unpack(model: Any, dtype: torch.dtype) -> Any:
-    """Give a packed model ordinary linear layers with the same rounded weights, in place."""
+    """Give a packed model ordinary linear layers with the same quantized weights, in place."""
     from torch import nn
 
     for path, module in list(model.named_modules()):
         if hasattr(getattr(module, "weight", None), "quant_state"):
             plain = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            numbers = rounded_matrix(module.weight).to(dtype)
+            numbers = quantized_matrix(module.weight).to(dtype)
             plain.weight, plain.bias = nn.Parameter(numbers, requires_grad=False), module.bias
             model.set_submodule(path, plain)
     return model
 
 
-def rounded_matrix(weight: Any) -> torch.Tensor:
-    """Return the numbers of a matrix [outputs, inputs] that is packed, or rounded to NF4 now."""
+def quantized_matrix(weight: Any) -> torch.Tensor:
+    """Return the numbers of a matrix [outputs, inputs] that is packed, or quantized to NF4 now."""
     return _unpack(*_packed(weight))
 
 
@@ -126,7 +126,7 @@ def shape_of(weight: Any) -> torch.Size:
 class PackedMatrix:
     """Matrices [outputs, inputs] of 4 bits one below the other, multiplied without being unpacked.
 
-    They are packed already or rounded now; scales are kept in 32 bits; `dtype` computes.
+    They are packed already or quantized now; scales are kept in 32 bits; `dtype` computes.
     """
 
     def __init__(self, weights: Sequence[Any], dtype: torch.dtype) -> None:
@@ -160,7 +160,7 @@ class PackedMatrix:
 
 
 def _packed(weight: Any) -> tuple[torch.Tensor, Any]:
-    """A matrix rounded to NF4, as bytes and what they mean."""
+    """A matrix quantized to NF4, as bytes and what they mean."""
     from bitsandbytes.functional import quantize_4bit
 
     if (state := getattr(weight, "quant_state", None)) is not None:

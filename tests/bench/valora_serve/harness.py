@@ -52,10 +52,10 @@ class Bench:
             if getattr(arguments, name, None) is not None:
                 given[name] = getattr(arguments, name)
         self.model = BASES[self.base](self.device, **given)
-        self.rounding = rounding = getattr(arguments, "quantize", "none")
+        self.quantize = quantize = getattr(arguments, "quantize", "none")
         self.lmm = Lmm(
             self.base, self.model, PROCESSOR, self.device,
-            fp8=rounding == "fp8", packed=rounding == "nf4_packed",
+            fp8=quantize == "fp8", packed=quantize == "nf4_packed",
         )  # fmt: skip
         self.targets = getattr(arguments, "targets", "attention")
         self.engine = None
@@ -85,7 +85,7 @@ class Bench:
             "attention": self.arguments.attention, "cost_folder": self.arguments.costs,
             "pages": 2000 if small else None,
             "prompt_graphs": None if self.arguments.prompt_graphs else False,
-            "quantize": self.rounding,
+            "quantize": self.quantize,
         }  # fmt: skip
         # `cost` goes into every mode, so all that any policy needs is captured, before the clock
         # runs: a lazy start leaves kernels for later, and requests wait for them.

@@ -16,7 +16,7 @@ from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract import base_model, quantized
 from valora_data.contract.base_model import BaseModel, check_image_token, load_model
 from valora_data.contract.bundle import check_base
-from valora_data.contract.quantized import NF4, loading_options, rounded_matrix, unpack
+from valora_data.contract.quantized import NF4, loading_options, quantized_matrix, unpack
 from valora_data.errors import BundleError, DataError
 from valora_serve.errors import ImageError, RequestError, TooLongError
 from valora_serve.model.prompt import prepare_prompt
@@ -225,7 +225,7 @@ CODES = torch.tensor([
 
 
 def nearest(weight):
-    """A weight rounded to NF4 in blocks of 64, with exact scales."""
+    """A weight quantized to NF4 in blocks of 64, with exact scales."""
     blocks = weight.reshape(-1, 64)
     scales = blocks.abs().amax(1, keepdim=True)
     code = (blocks / scales)[..., None].sub(CODES).abs().argmin(-1)
@@ -242,19 +242,19 @@ def test_the_language_models_layers_are_rounded_and_nothing_else(family):
     plain = dict(load_model(str(family), torch.float32)[0].named_parameters())
     packed, _ = load_model(str(family), torch.float32, quantize=NF4)
     kinds = {name: weight.dtype for name, weight in packed.named_parameters()}
-    rounded = dict(unpack(packed, torch.float32).named_parameters())
-    assert rounded.keys() == plain.keys()
+    quantized = dict(unpack(packed, torch.float32).named_parameters())
+    assert quantized.keys() == plain.keys()
     for name, weight in plain.items():
         inside = re.search(r"(\.(language|text)_|^)model\.layers\..*proj\.weight$", name)
         assert kinds[name] == (torch.uint8 if inside else torch.float32), name
         if not inside:
-            assert torch.equal(rounded[name], weight), name
+            assert torch.equal(quantized[name], weight), name
             continue
         # Scales have 8 bits, so that they differ by up to a hundredth of the largest one.
-        torch.testing.assert_close(rounded[name], nearest(weight), atol=0.02, rtol=0.02)
-        assert 0.02 < (rounded[name] - weight).norm() / weight.norm() < 0.15
+        torch.testing.assert_close(quantized[name], nearest(weight), atol=0.02, rtol=0.02)
+        assert 0.02 < (quantized[name] - weight).norm() / weight.norm() < 0.15
         # Processes of a tensor-parallel group round one matrix after the other.
-        assert torch.equal(rounded_matrix(weight), rounded[name]), name
+        assert torch.equal(quantized_matrix(weight), quantized[name]), name
 
 
 def test_what_cannot_be_rounded_is_refused(family, tmp_path, monkeypatch):
@@ -272,8 +272,8 @@ def test_what_cannot_be_rounded_is_refused(family, tmp_path, monkeypatch):
 
 
 def test_a_bundle_is_served_on_the_weights_that_it_was_trained_on():
-    def check(rounded, served):
-        manifest = {"base": {"id": "this", "sha256": "0", "quantize": rounded}}
+    def check(quantized, served):
+        manifest = {"base": {"id": "this", "sha256": "0", "quantize": quantized}}
         check_base(SimpleNamespace(folder="bundles/x", manifest=manifest), "this", "0", served)
 
     check(None, None)

@@ -1,9 +1,9 @@
-"""What rounding the base model's weights changes: a bundle's answers beside unrounded ones.
+"""What quantizing the base model's weights changes: a bundle's answers beside unquantized ones.
 
-`python -m tests.bench.valora_serve.bench_rounding [BUNDLE]` serves a bundle's adapters and heads on
-the base model as it is, with weights and activations of 8 bits (`fp8`), and with weights of 4 bits
-(`nf4`, and `nf4_packed`, which keeps them in 4 bits; without the bundle's heads, which are refused
-on other weights than they were trained on).
+`python -m tests.bench.valora_serve.bench_quantized [BUNDLE]` serves a bundle's adapters and heads
+on the base model as it is, with weights and activations of 8 bits (`fp8`), and with weights of 4
+bits (`nf4`, and `nf4_packed`, which keeps them in 4 bits; without the bundle's heads, which are
+refused on other weights than they were trained on).
 Prompts are the golden images of the bundle with a question.
 """
 
@@ -71,15 +71,15 @@ def main() -> None:
     parser.add_argument("bundle", nargs="?", type=Path,
                         default=Path("valora_serve/demo/bundles/detection"))  # fmt: skip
     parser.add_argument("--base", default="tiny")
-    parser.add_argument("--roundings", nargs="+", default=["none", "fp8", "nf4", "nf4_packed"])
+    parser.add_argument("--quantizations", nargs="+", default=["none", "fp8", "nf4", "nf4_packed"])
     given = parser.parse_args()
     images = [Image.open(path).convert("RGB")
               for path in sorted((given.bundle / "golden").glob("*.png"))]  # fmt: skip
     adapters = {place.name: place for place in sorted((given.bundle / "adapters").iterdir())}
     rows, words, heads = [], None, None
-    for rounding in given.roundings:
-        engine = Engine(EngineSettings(base=given.base, quantize=rounding, profile=False))
-        served = not rounding.startswith("nf4")
+    for quantize in given.quantizations:
+        engine = Engine(EngineSettings(base=given.base, quantize=quantize, profile=False))
+        served = not quantize.startswith("nf4")
         domains = []
         if served:
             engine.load(given.bundle)
@@ -95,7 +95,7 @@ def main() -> None:
         agree, difference = compare_words(found, words)
         errors = [np.linalg.norm(logits[name] - heads[name]) / np.linalg.norm(heads[name])
                   for name in logits]  # fmt: skip
-        rows.append([rounding, agree, difference, float(np.mean(errors)) if errors else None])
+        rows.append([quantize, agree, difference, float(np.mean(errors)) if errors else None])
     table(f"{given.bundle.name} on {given.base}: {len(images)} images",
           ["weights", "first tokens that agree", "mean difference of log probabilities",
            "mean relative error of heads' logits"], rows)  # fmt: skip

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.bench.valora_serve.serve_models import PROCESSOR, llava_7b
-from tests.support.rounded_engines import assert_close, distance, first_logprobs
-from valora_data.contract.quantized import PackedMatrix, rounded_matrix
+from tests.support.quantized_engines import assert_close, distance, first_logprobs
+from valora_data.contract.quantized import PackedMatrix, quantized_matrix
 from valora_serve.model.lmm import Lmm
-from valora_serve.model.rounded_linears import multiply, round_rows
+from valora_serve.model.quantized_linears import multiply, round_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -26,8 +26,8 @@ packs = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bits
 def test_products_of_8_bits(rows, outputs, inputs):
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     weight, scales = round_rows(torch.randn(outputs, inputs, device="cuda") * 0.02)
-    rounded, scale = round_rows(x)
-    expected = (rounded.float() * scale) @ (weight.float() * scales).T
+    quantized, scale = round_rows(x)
+    expected = (quantized.float() * scale) @ (weight.float() * scales).T
     found = multiply(x, weight, scales).float()
     assert float((found - expected).norm() / expected.norm()) < 4e-3
     broken = x.clone()
@@ -39,7 +39,7 @@ def test_products_of_8_bits(rows, outputs, inputs):
 
 @multiplies
 def test_an_engine_serves_adapters_on_8_bits():
-    """Graphs and eager steps round alike, and stay close to the answers of unrounded weights.
+    """Graphs and eager steps round alike, and stay close to the answers of unquantized weights.
 
     They use other attention kernels, and what differs in the last bit of bf16 is rounded to other
     numbers of 8 bits: on one H200, another attention backend changes eager steps by up to 0.12.
@@ -67,7 +67,7 @@ def test_products_of_packed_weights(rows, outputs, inputs):
     weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     packed = PackedMatrix(weights, torch.bfloat16)
     matrix = packed.matrix()
-    assert torch.equal(matrix, torch.cat([rounded_matrix(weight) for weight in weights]))
+    assert torch.equal(matrix, torch.cat([quantized_matrix(weight) for weight in weights]))
     bias = torch.randn(3 * outputs, device="cuda", dtype=torch.bfloat16)
     expected = x.float() @ matrix.float().T + bias.float()
     found = packed.multiply(x, bias).float()

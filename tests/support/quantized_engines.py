@@ -1,4 +1,4 @@
-"""Engines on rounded base models: what graphs and eager steps answer for the same questions."""
+"""Engines on quantized base models: what graphs and eager steps answer for the same questions."""
 
 import torch
 
@@ -17,7 +17,7 @@ def first_logprobs(lmm, quantize, graphs):
 
     Args:
         lmm: The base model, whose linears are released afterwards.
-        quantize: How it is rounded.
+        quantize: How it is quantized.
         graphs: Whether steps replay CUDA graphs.
     """
     engine = Engine(

@@ -1,7 +1,7 @@
-"""Linear layers of a base model whose weights are rounded: into them no adapter is ever merged.
+"""Linear layers of a base model whose weights are quantized: into them no adapter is ever merged.
 
 FP8 (E4M3) rounds weights once, with a scale for each output, and activations in every step, with a
-scale for each row; LoRA terms see unrounded activations. NF4, through bitsandbytes, keeps the
+scale for each row; LoRA terms see unquantized activations. NF4, through bitsandbytes, keeps the
 numbers that adapters are trained on with ``model.quantize=nf4``, in 4.5 bits a weight.
 """
 
@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from valora_data.contract.quantized import BLOCK, PackedMatrix, rounded_matrix, shape_of
+from valora_data.contract.quantized import BLOCK, PackedMatrix, quantized_matrix, shape_of
 from valora_serve.errors import SettingsError
 from valora_serve.memory.unified import GroupSpec
 from valora_serve.model.linears import LinearGroup, LoraScope, MakeGroup
@@ -28,7 +28,7 @@ CAPABILITY = (8, 9)  # first CUDA compute capability with products of 8-bit floa
 
 
 def check_device(device: torch.device) -> None:
-    """Refuse a GPU that cannot multiply numbers of 8 bits; a CPU multiplies the rounded ones."""
+    """Refuse a GPU that cannot multiply numbers of 8 bits; a CPU multiplies the quantized ones."""
     if device.type == "cuda" and (has := torch.cuda.get_device_capability(device)) < CAPABILITY:
         raise SettingsError(
             f"quantize=fp8 needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or "
@@ -50,13 +50,13 @@ def _fused(cuda: bool) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
-    """Compute x·Wᵀ: x [rows, inputs] is rounded here, W [outputs, inputs] by `scales`."""
-    rounded, scale = _fused(x.is_cuda)(x)
+    """Compute x·Wᵀ: x [rows, inputs] is quantized here, W [outputs, inputs] by `scales`."""
+    quantized, scale = _fused(x.is_cuda)(x)
     if not x.is_cuda:
-        return ((rounded.float() * scale) @ (weight.float() * scales).T).to(x.dtype)
+        return ((quantized.float() * scale) @ (weight.float() * scales).T).to(x.dtype)
     out = torch.bfloat16  # the only type that products with scales by row return
     found: Tensor = torch._scaled_mm(
-        rounded, weight.T, scale_a=scale, scale_b=scales.T, out_dtype=out
+        quantized, weight.T, scale_a=scale, scale_b=scales.T, out_dtype=out
     )
     return found.to(x.dtype)
 
@@ -64,18 +64,18 @@ def multiply(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 class Fp8Group(LinearGroup):
     """Linear layers that share their input: one FP8 weight, with `scales` [outputs, 1] float32."""
 
-    rounded: ClassVar[bool] = True
+    quantized: ClassVar[bool] = True
 
     def _stack(self, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
         (weight,) = super()._stack(linears)
-        rounded, self.scales = round_rows(weight)
+        quantized, self.scales = round_rows(weight)
         self._dtype = weight.dtype
         for linear in linears:
-            linear.weight = None  # type: ignore[assignment]  # frees the unrounded weights
-        return (rounded,)
+            linear.weight = None  # type: ignore[assignment]  # frees the unquantized weights
+        return (quantized,)
 
     def matrix(self, index: int) -> Tensor:
-        """Weight of the layer at `index` after rounding: [outputs, inputs]."""
+        """Weight of the layer at `index` after quantization: [outputs, inputs]."""
         rows = self._columns[index]
         return (self.weights[0][rows].float() * self.scales[rows]).to(self._dtype)
 
@@ -94,7 +94,7 @@ def make_fp8(spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) ->
 class Nf4Group(LinearGroup):
     """Linear layers that share their input, with one [bytes, 1] of packed weights."""
 
-    rounded: ClassVar[bool] = True
+    quantized: ClassVar[bool] = True
 
     def __init__(
         self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope, dtype: torch.dtype
@@ -109,7 +109,7 @@ class Nf4Group(LinearGroup):
         return (self._packed.packed,)
 
     def matrix(self, index: int) -> Tensor:
-        """Weight of the layer at `index` after rounding: [outputs, inputs]."""
+        """Weight of the layer at `index` after quantization: [outputs, inputs]."""
         return self._packed.matrix()[self._columns[index]]
 
     def _base(self, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def make_nf4(dtype: torch.dtype) -> MakeGroup:
         if all(prod(shape_of(linear.weight)) % BLOCK == 0 for linear in linears):
             return Nf4Group(spec, linears, scope, dtype)
         for linear in linears:  # blocks do not fill the matrices
-            numbers = rounded_matrix(linear.weight).to(dtype)
+            numbers = quantized_matrix(linear.weight).to(dtype)
             linear.weight = nn.Parameter(numbers, requires_grad=False)
         return LinearGroup(spec, linears, scope)
 

@@ -16,13 +16,13 @@ from tests.parity.valora_serve.engine.test_engine import EVERYBODY, mixed
 from tests.support.engine_reference import Reference, assert_empty, make_engine, relative, run
 from tests.support.lmm_checkpoints import CHECKPOINTS, save_llava
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapters
-from valora_data.contract.quantized import is_installed, rounded_matrix
+from valora_data.contract.quantized import is_installed, quantized_matrix
 from valora_data.errors import BundleError
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
 from valora_serve.memory.unified import GroupSpec
 from valora_serve.model.linears import LinearGroup, LoraScope
-from valora_serve.model.rounded_linears import (
+from valora_serve.model.quantized_linears import (
     Fp8Group,
     Nf4Group,
     make_nf4,
@@ -54,8 +54,8 @@ def test_rounds_to_the_nearest_number():
         torch.randn(6, 33, generator=generator)
         * torch.tensor([1e-6, 1e-2, 1, 7, 300, 1e5])[:, None]
     )
-    rounded, scale = round_rows(x)
-    found = rounded.double() * scale.double()
+    quantized, scale = round_rows(x)
+    found = quantized.double() * scale.double()
     expected = nearest(x)
     # A number in the middle of two may go either way.
     close = (found - expected).abs() <= (x.double().abs() / 16 + scale.double() / 256)
@@ -75,8 +75,8 @@ def test_rows_are_rounded_for_themselves():
     assert not bool(found[3:].isfinite().all(-1).any())
 
 
-class Rounding(Reference):
-    """PEFT's models, whose language model's base layers compute with 8 bits, or are rounded."""
+class Quantizing(Reference):
+    """PEFT's models, whose language model's base layers compute with 8 bits, or are quantized."""
 
     def __init__(self, base, adapters, quantize):
         super().__init__(base, adapters)
@@ -85,7 +85,7 @@ class Rounding(Reference):
                 if quantize == "fp8":
                     module.forward = self._forward(module)
                 else:
-                    module.weight.data = rounded_matrix(module.weight)
+                    module.weight.data = quantized_matrix(module.weight)
 
     def _forward(self, layer):
         weight = nearest(layer.weight)
@@ -99,13 +99,13 @@ class Rounding(Reference):
 
 @pytest.fixture(scope="module", params=["llava", "qwen2_5_vl"])
 def served(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rounded")
+    folder = tmp_path_factory.mktemp("quantized")
     base = str(CHECKPOINTS[request.param](folder / "base", seed=7))
     everything = EVERYTHING if request.param == "llava" else r".*language_model.*_proj"
     kinds = {"everything": (6, 6, 13, everything), "attention": (1, 8, 16, LANGUAGE)}
     adapters = make_adapters(folder, base, 0.25, **kinds)
     references = {
-        quantize: Rounding(base, adapters, quantize)
+        quantize: Quantizing(base, adapters, quantize)
         for quantize in ("fp8", *(["nf4_packed"] if is_installed() else []))
     }
     return base, adapters, references
@@ -124,8 +124,8 @@ def test_answers_are_those_of_peft_on_rounded_layers(served, quantize, policy):
     base, adapters, references = served
     engine = make_engine(base, adapters, fresh=True, quantize=quantize, policy=policy)
     groups = engine.lmm.linears.groups.values()
-    rounded = Fp8Group if quantize == "fp8" else Nf4Group
-    assert {type(group) for group in groups if group.spec.part == "text"} == {rounded}
+    quantized = Fp8Group if quantize == "fp8" else Nf4Group
+    assert {type(group) for group in groups if group.spec.part == "text"} == {quantized}
     assert {type(group) for group in groups if group.spec.part != "text"} == {LinearGroup}
     # Bundles that were trained so are served.
     assert engine.lmm.quantize == (None if quantize == "fp8" else "nf4")
@@ -146,7 +146,7 @@ def test_answers_are_those_of_peft_on_rounded_layers(served, quantize, policy):
 def test_stacked_layers_have_the_numbers_of_each(inputs, outputs):
     """Widths with whole blocks of 64, with blocks that reach into the next row, and with none."""
     linears = [nn.Linear(inputs, width, bias=width != 2) for width in outputs]
-    numbers = [rounded_matrix(linear.weight) for linear in linears]
+    numbers = [quantized_matrix(linear.weight) for linear in linears]
     biases = [torch.zeros(2) if one.bias is None else one.bias.detach() for one in linears]
     spec = GroupSpec("a", ("a", "b", "c")[: len(outputs)], inputs, outputs, "text")
     group = make_nf4(torch.float32)(spec, linears, LoraScope())

@@ -23,6 +23,7 @@ from pydantic import (
     create_model,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from valora_serve.server.media.urls import MediaUrl
 from valora_serve.types import MAX_MIXED, MAX_WEIGHT
@@ -125,7 +126,9 @@ class Url(OpenBody):
 
 
 def _url(item: Any) -> Any:
-    return item.get("url", item) if isinstance(item, dict) else item
+    if isinstance(item, dict) and not isinstance(item := item.get("url"), str):
+        raise PydanticCustomError("url", 'Input should be a URL, or an object with it as "url"')
+    return item
 
 
 _Media = Annotated[MediaUrl, BeforeValidator(_url, json_schema_input_type=Url | str)]

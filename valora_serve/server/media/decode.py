@@ -31,6 +31,7 @@ VIDEO_BYTES = 64
 frame in RGB and Pillow's image."""
 MIN_VIDEO_BYTES = 16  # bytes that decoding any video takes, per pixel of a frame
 OVERHEAD = 8 << 20  # bytes that decoding anything takes besides: tables, buffers of rows, profiles
+SMALL = 32 << 20  # bytes up to which a file is decoded as soon as it is measured
 FRAMES_PER_SECOND = 240
 STRIP_BYTES = 1 << 20  # pixels are converted and copied in strips of about so many bytes
 _GRACE = 2  # seconds after its time limit at which a process that nobody has killed ends itself
@@ -102,10 +103,18 @@ def nothing() -> None:
     """Do nothing: the process is ready."""
 
 
-def measure(what: str, file: str, limits: Limits) -> tuple[int, int]:
-    """Return pixels, and bytes that decoding takes at most, by a header; nothing is decoded."""
+def measure(
+    what: str, file: str, target: str, limits: Limits
+) -> tuple[int, int, list[tuple[int, int, int]] | None]:
+    """Return pixels, and bytes that decoding takes at most, by a header; what is small is decoded.
+
+    So it takes one way to this process instead of two; nothing else is.
+    """
     with _limited(limits.seconds, limits.memory), Path(file).open("rb") as opened:
-        return (measure_image if what == "image" else measure_video)(opened, limits)
+        pixels, memory = (measure_image if what == "image" else measure_video)(opened, limits)
+    if memory > min(SMALL, limits.memory // 8):
+        return pixels, memory, None
+    return pixels, memory, decode(what, file, target, limits, memory)
 
 
 def decode(

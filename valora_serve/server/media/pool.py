@@ -55,7 +55,7 @@ class DecodePool:
     """Processes that decode, started when they are needed; they end with this one, however it ends.
 
     A process that takes too long, crashes or is killed costs its own request only. One job may
-    take as much memory as its own limit says; several take no more together.
+    take as much memory as its own limit says; several take no more together, but for small ones.
     """
 
     def __init__(self, count: int = PROCESSES) -> None:
@@ -99,12 +99,11 @@ class DecodePool:
         with _memory_file(job.content) as file, _memory_file() as pixels:
             job.content = b""
             where, target = (f"/proc/{os.getpid()}/fd/{one.fileno()}" for one in (file, pixels))
-            size, memory = self._result(job, decode.measure, job.what, where, job.limits)
+            given = job.what, where, target, job.limits
+            size, memory, sizes = self._result(job, decode.measure, *given)
             job.take(size)
-            with self._reserved(job, memory):
-                sizes = self._result(
-                    job, decode.decode, job.what, where, target, job.limits, memory
-                )
+            with self._reserved(job, 0 if sizes else memory):
+                sizes = sizes or self._result(job, decode.decode, *given, memory)
                 return list(_images(pixels, sizes))
 
     def _result(self, job: Job, function: Callable[..., Any], *arguments: Any) -> Any:

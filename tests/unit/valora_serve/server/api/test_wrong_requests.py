@@ -114,6 +114,8 @@ WRONG = {
          "input_file"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
          "image_url"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image",
+            "image_url": {"detail": "low"}}]}]}, "an object with it as"),
         ({"input": []}, "input"), ({"input": ""}, "no text"), ({"input": [5]}, "input"),
         ({"input": [{"type": 5}]}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "put schema"),

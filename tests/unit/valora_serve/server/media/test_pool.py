@@ -161,6 +161,16 @@ def test_a_header_that_tells_too_little(pool, monkeypatch):
     assert "bytes to decode" in str(decoded(pool, job(content))[0])
 
 
+@pytest.mark.parametrize(
+    ("side", "memory", "ways"), [(640, 2**29, 1), (640, 2**24, 2), (2500, 2**29, 2)]
+)
+def test_a_small_image_takes_one_way_to_a_process(pool, monkeypatch, side, memory, ways):
+    asked, schedule = [], pool._schedule
+    monkeypatch.setattr(pool, "_schedule", lambda *a: asked.append(a) or schedule(*a))
+    [[image]] = decoded(pool, job(encoded(picture(side, side)), replace(LIMITS, memory=memory)))
+    assert (image.size, len(asked)) == ((side, side), ways)
+
+
 def test_memory_is_shared(pool):
     """Two that fit alone but not together are decoded one after the other."""
     content = encoded(Image.new("RGB", (2000, 2000)), "JPEG")

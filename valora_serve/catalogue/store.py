@@ -315,8 +315,8 @@ class Store:
             head = head.configured(facts)
             if by is not None and by.model.decode_only and head.reads_visual:
                 raise ValueError(
-                    f"the head of domain {name} reads the images of the prompt, which its adapter "
-                    "does not change with decode_only, an option to leave out here"
+                    f"the head of domain {name} reads the images of the prompt, which its adapter, "
+                    "being decode_only, does not change: leave that option out"
                 )
         golden = [one for one in examples if one.get("domain") == name]
         rests = (one.get("rest") for one in golden)

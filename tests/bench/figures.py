@@ -39,13 +39,17 @@ FIGURES = {
     "decode": Figure(f"{SERVE}.bench_serve decode prefill", 1),
     "throughput": Figure(f"{SERVE}.bench_serve throughput", 1),
     "heads": Figure(f"{SERVE}.bench_serve heads --seconds 18", 1),
+    "domains": Figure(f"{SERVE}.bench_serve domains", 1),
     "skew": Figure(f"{SERVE}.bench_serve skew --rate 48 32 10 --shares 0.2 0.6 0.9 --seconds 6", 1),
     "slo": Figure(f"{SERVE}.bench_serve slo --window 4", 1),
     "ablation": Figure(f"{SERVE}.bench_serve ablation --window 4", 1),
     "peft": Figure(f"{SERVE}.bench_serve peft", 1),
-    "systems": Figure(f"{SERVE}.bench_serve systems", 1),
+    "systems": Figure(f"{SERVE}.bench_serve systems --window 4 --shares 0.2 0.5 0.9", 1),
     "systems-qwen": Figure(
         f"{SERVE}.bench_serve systems --base qwen2.5-vl-7b --systems dlora slora valora ours", 1
+    ),
+    "systems-13b": Figure(
+        f"{SERVE}.bench_serve systems --base llava-13b --window 4 --shares 0.2 0.9", 1
     ),
     "merging": Figure(f"{SERVE}.bench_serve merging", 1),
     "kernels": Figure("tests.bench.valora_kernels.bench_atmm", 1),

@@ -32,6 +32,7 @@ from tests.bench.valora_serve.harness import (
 )
 from tests.bench.valora_serve.pictures import SIZE
 from tests.bench.valora_serve.sections.ablation import PARTS, ablation
+from tests.bench.valora_serve.sections.domains import domains
 from tests.bench.valora_serve.sections.lone import lone
 from tests.bench.valora_serve.sections.multimodal import retrieval, video
 from tests.bench.valora_serve.sections.packed import packed
@@ -522,6 +523,7 @@ SECTIONS = {
         adapters,
         switch,
         heads,
+        domains,
         merging,
         peft,
         ablation,

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
+from valora_data.contract.boxes import BoxHead
 from valora_data.contract.label_head import LabelHead, Pooling
 from valora_data.models.base import ModelPart
 from valora_serve.catalogue.adapters import Adapter, LoraPair
@@ -240,15 +241,23 @@ def add_adapters(engine, count, ranks, distinct=16, seed=0, targets="attention")
     return names
 
 
-def add_head(engine, name, adapter, labels, seed=0):
-    """A domain with a label head that reads the last token, on an adapter that is there."""
+def add_head(engine, name, adapter, labels, seed=0, grid=None):
+    """A domain on an adapter that is there: labels of a last token, or boxes of a grid."""
     generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(len(labels), engine.lmm.width, generator=generator)
-    head = LabelHead(
-        kind="action", labels=tuple(labels), weight=weight, bias=torch.zeros(len(labels)),
-        pooling=Pooling.LAST,
-    )  # fmt: skip
+    outputs = BoxHead.outputs(labels) if grid else len(labels)
+    facts = {
+        "kind": "detection" if grid else "action", "labels": tuple(labels),
+        "weight": torch.randn(outputs, engine.lmm.width, generator=generator),
+        "bias": torch.zeros(outputs),
+    }  # fmt: skip
+    if grid:
+        head = BoxHead(
+            **facts, grid=grid, calibration=torch.tensor([1.0, 0.0]), threshold=0.5, nms_iou=0.5,
+            most=30,
+        )  # fmt: skip
+    else:
+        head = LabelHead(**facts, pooling=Pooling.LAST)
     under = engine.store.resolve(adapter)
-    model = ServedModel(name, "domain", name, adapter, adapter, "action", labels=labels)
+    model = ServedModel(name, "domain", name, adapter, adapter, facts["kind"], labels=labels)
     target = ResolvedModel(model, under.adapter, head.to(engine.device))
     engine.registry.register(Staged(None, (target,), {}, Path(name)), {})

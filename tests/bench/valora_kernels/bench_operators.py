@@ -61,7 +61,7 @@ def in_turn(calls, warm, count):
     pairs = []
     for number in range(warm + count):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-        torch.cuda._sleep(200_000)  # the host is ahead, so that launches are not timed
+        torch.cuda._sleep(4_000_000)  # 2 ms in which the host gets ahead: launches are not timed
         begin.record()
         calls[number % len(calls)]()
         end.record()

@@ -38,6 +38,7 @@ from valora_serve.model.attention.triton_backend import (
 )
 from valora_serve.toolkit import find_own_programs, missing_tools
 
+WIDTHS, DTYPES = (64, 128, 256), (torch.bfloat16, torch.float16)  # its kernels do not compile else
 WORKSPACE_BYTES = 256 << 20  # of the buffer that FlashInfer's kernels share
 
 # Decoding rows from which on a captured step of few sequences has `crowded_plan`, and sequences of
@@ -62,6 +63,11 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self, cache: KVCache) -> None:
         import flashinfer
 
+        if cache.head_dim not in WIDTHS or cache.dtype not in DTYPES:
+            raise RuntimeError(
+                f"it computes heads of 64, 128 or 256 elements in 16 bits, and this model's have "
+                f"{cache.head_dim} in {str(cache.dtype).removeprefix('torch.')}"
+            )
         super().__init__(cache)
         self._library = flashinfer
         self._shares_keys = cache.heads > cache.kv_heads  # several query heads a head of keys

@@ -138,6 +138,8 @@ def replaced(patch, capability=(9, 0)):
     patch.setattr(torch.cuda, "Event", found.event)
     patch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     patch.setattr(flashinfer_backend, "WORKSPACE_BYTES", 1)
+    patch.setattr(flashinfer_backend, "WIDTHS", (WIDTH,))
+    patch.setattr(flashinfer_backend, "DTYPES", (torch.float32,))
     return found
 
 

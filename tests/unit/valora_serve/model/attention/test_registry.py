@@ -85,11 +85,17 @@ def refuse(*_):
         ("nothing", (), "unknown attention backend 'nothing': choose one of flashinfer, torch, t"),
         ("flashinfer", (), "'flashinfer' needs a CUDA GPU: choose 'torch' on a C"),
         ("flashinfer", (FlashInferBackend, "gpu_only", False), "'flashinfer' is not installed .*f"),
+        (
+            "flashinfer",
+            (FlashInferBackend, "gpu_only", False),
+            r"\(it computes heads of 64, 128 or 256 elements in 16 bits, and this model's ha",
+        ),
         ("torch", (TorchBackend, "__init__", refuse), r"'torch' cannot be used \(jit-cache vers"),
     ],
 )
 def test_backends_that_cannot_be_used(kv_cache, monkeypatch, name, patched, said):
-    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    library = SimpleNamespace() if "computes" in said else None
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
     if patched:
         monkeypatch.setattr(*patched)
     with pytest.raises(SettingsError, match=said):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -15,7 +14,6 @@ from valora_data.contract.head import Head
 from valora_data.contract.results import HeadResult
 from valora_serve.errors import NonFiniteError, RequestError, ServeError
 from valora_serve.model.attention.base import to_device, to_host
-from valora_serve.model.sampler import finite_rows
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +89,7 @@ class HeadLogits:
     inputs: Sequence[HeadRequest]
     errors: Sequence[ServeError | None]  # why an input cannot be answered
     # [elements] float32 on the host, the parts of all inputs one after the other. Each row has one
-    # more element than the head has outputs: 0, or NaN if what the head read is not finite.
+    # more element than the head has outputs: how far apart the values are that the head read.
     logits: torch.Tensor
     shapes: Sequence[tuple[int, int]]  # (rows, outputs + 1) of each input's part
     copied: torch.cuda.Event | None  # recorded after the copy; None if the copy is done
@@ -111,7 +109,8 @@ class HeadLogits:
 
 def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
     broken = NonFiniteError("the head's outputs are not finite")
-    if not bool(raw.isfinite().all()):
+    # A hidden state whose squares overflow in a norm becomes zero: see `sampler.finite_rows`.
+    if not bool(raw.isfinite().all() and (raw[:, -1] > 0).all()):
         return broken
     try:
         result = item.head.interpret(raw[:, :-1].contiguous(), item.sizes, item.min_score)
@@ -129,13 +128,17 @@ def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
 def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
     """Enqueue one matrix product for each distinct head; inputs that fail get errors."""
     errors: list[ServeError | None] = [None] * len(inputs)
+    floats: dict[int, torch.Tensor] = {}  # hidden states by id: several heads may read a pass
+    spans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of what heads read, likewise
     rows: dict[int, torch.Tensor] = {}
     members: dict[int, list[int]] = {}
     for number, item in enumerate(inputs):
         try:
             visual = 0 if item.visual is None else int(item.visual.sum())
             check_visual(item.head, visual, len(item.sizes))
-            rows[number] = _rows(item)
+            if id(item.hidden) not in floats:
+                floats[id(item.hidden)] = item.hidden.float()
+            rows[number] = _rows(item, floats[id(item.hidden)])
             members.setdefault(id(item.head), []).append(number)
         except RequestError as wrong:
             errors[number] = wrong
@@ -145,12 +148,15 @@ def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
     parts = [torch.empty(0, 0)] * len(inputs)
     for numbers in members.values():
         head = inputs[numbers[0]].head
-        together = torch.cat([rows[number] for number in numbers])
+        first, *others = (rows[number] for number in numbers)
+        together = torch.cat([first, *others]) if others else first
         raw = together  # of a head without parameters
         if head.weight.numel():
             raw = torch.addmm(head.bias, together, head.weight.T)
-        flags = torch.where(finite_rows(together), 0.0, math.nan)
-        raw = torch.cat([raw, flags[:, None]], dim=1)
+        if id(together) not in spans:
+            low, high = torch.aminmax(together, dim=1, keepdim=True)  # NaN if any value is
+            spans[id(together)] = together, high - low
+        raw = torch.cat([raw, spans[id(together)][1]], dim=1)
         counts = [len(rows[number]) for number in numbers]
         for number, part in zip(numbers, raw.split(counts), strict=True):
             parts[number] = part
@@ -160,9 +166,8 @@ def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
     return HeadLogits(inputs, errors, flat, [(len(p), p.shape[1]) for p in parts], copied)
 
 
-def _rows(item: HeadRequest) -> torch.Tensor:
+def _rows(item: HeadRequest, hidden: torch.Tensor) -> torch.Tensor:
     """[rows, inputs] float32 that the head's linear layer acts on."""
-    hidden = item.hidden
     visual = hidden[:0]
     if item.head.reads_visual:
         assert item.visual is not None

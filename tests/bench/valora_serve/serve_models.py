@@ -251,6 +251,8 @@ def add_head(engine, name, adapter, labels, seed=0, grid=None):
         "bias": torch.zeros(outputs),
     }  # fmt: skip
     if grid:
+        facts["weight"] /= engine.lmm.width**0.5
+        facts["bias"][0] = -2.5  # a few boxes an image
         head = BoxHead(
             **facts, grid=grid, calibration=torch.tensor([1.0, 0.0]), threshold=0.5, nms_iou=0.5,
             most=30,

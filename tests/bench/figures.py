@@ -44,7 +44,7 @@ FIGURES = {
     "slo": Figure(f"{SERVE}.bench_serve slo --window 4", 1),
     "ablation": Figure(f"{SERVE}.bench_serve ablation --window 4", 1),
     "peft": Figure(f"{SERVE}.bench_serve peft", 1),
-    "systems": Figure(f"{SERVE}.bench_serve systems --window 4 --shares 0.2 0.5 0.9", 1),
+    "systems": Figure(f"{SERVE}.bench_serve systems", 1),
     "systems-qwen": Figure(
         f"{SERVE}.bench_serve systems --base qwen2.5-vl-7b --systems dlora slora valora ours", 1
     ),

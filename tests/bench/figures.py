@@ -62,6 +62,7 @@ FIGURES = {
     ),
     "http": Figure(f"{SERVE}.bench_http"),
     "shelf": Figure(f"{SERVE}.bench_shelf --seconds 3"),
+    "tasks": Figure("tests.bench.valora_train.bench_tasks"),
     "sim-gpus": Figure(
         "valora_serve.workloads.cli --workload retrieval --rates 60 --per-replica "
         f"--replicas 1 2 4 --duration 60 --policies cost {COSTS}"

@@ -1,0 +1,67 @@
+"""Every built-in task fused with its defaults: accuracy by domain, adapters, attempts and time.
+
+`--work` keeps the stages' results, so that a run which was interrupted goes on; the time of a task
+whose stages are partly there is that of the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.bench.valora_serve.harness import table
+
+TASKS = (
+    "detection", "classification", "vqa", "grounding", "counting", "caption", "video", "context",
+)  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", default=TASKS)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "valora-tasks"))
+    options = parser.parse_args()
+    domains, tasks = [], []
+    for task in options.tasks:
+        started = time.monotonic()
+        work = options.work / task
+        paths = {"work": "work", "bundles": "bundles"}
+        given = [f"paths.{name}={work / folder}" for name, folder in paths.items()]
+        given.append(f"paths.tracking=sqlite:///{work.resolve()}/mlflow.db")
+        work.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "valora_train.cli", f"task={task}", *given]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        minutes = (time.monotonic() - started) / 60
+        manifest = json.loads((work / "bundles" / task / "bundle.json").read_text())
+        domains += [[task, name, *cells(facts)] for name, facts in manifest["domains"].items()]
+        tasks.append([
+            task, len(manifest["adapters"]), manifest["attempts"], len(manifest["rejected"]),
+            f"{minutes:.1f}",
+        ])  # fmt: skip
+    table("Accuracy on test",
+          ["task", "domain", "required", "without LoRA", "with LoRA (95 % interval)", "adapter",
+           "teacher"], domains)  # fmt: skip
+    table("Fusions", ["task", "adapters", "attempts", "rolled back", "minutes"], tasks)
+
+
+def cells(facts):
+    """A domain's figures, from its bundle."""
+    found = facts["accuracy"]
+    low, high = found["test_ci95"]
+    name = facts["adapter"]
+    reached = f"{found['test']:.3f} ({low:.3f}–{high:.3f})"
+    before, teacher = (found.get(key) for key in ("head_only", "teacher"))
+    return [
+        f"{facts['required']:.3f}", "–" if before is None else f"{before:.3f}",
+        reached if name else "takes none", name.removeprefix("adapter-") if name else "–",
+        "–" if teacher is None else f"{teacher:.3f}",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -50,6 +50,7 @@ class BundleModel:
             coordinates=facts.get("coordinates", "grid1000"),
         )
         self._lmm = Lmm(model, lora)
+        self.device = self._lmm.device.type
         for name, adapter in bundle.adapters.items():
             late = adapter.get("decode_only", False)
             self._lmm.adapters.load(name, bundle.folder / adapter["path"], decode_only=late)

@@ -41,9 +41,10 @@ from valora_train.settings import (
 from valora_train.stage import write_json
 from valora_train.stages import dedicated
 from valora_train.stages.distill import REPORT, TESTED
-from valora_train.stages.export import _golden_examples
+from valora_train.stages.export import _golden_examples, _steady
 from valora_train.stages.fuse import DomainInputs, check_result, fuse_stage
 from valora_train.stages.push import push as push_bundle
+from valora_train.tasks.base import Prediction
 
 
 def test_the_hash_has_what_changes_the_training_and_later_settings_where_they_are_used():
@@ -142,6 +143,15 @@ def test_answers_of_the_teacher_are_those_of_the_same_images(tmp_path):
     assert ["teacher" in example for example in found] == [False, True]
     with Image.open(tmp_path / found[1]["image"]) as image:
         assert image.getpixel((0, 0)) == (150, 0, 0)
+
+
+def test_texts_that_16_bits_change_are_the_last_to_become_golden():
+    def answer(name, samples):
+        rounded = torch.is_autocast_enabled("cpu")
+        return [Prediction(None, f"{one}{'!' * (rounded and one in 'ac')}") for one in samples]
+
+    model = SimpleNamespace(device="cpu", answer=answer)
+    assert _steady("cat", "abcdefghijkl", [0, 1, 2, 3, 4], model) == [1, 3, 4, 0, 2]
 
 
 def test_a_bundle_arrives_whole_with_its_results(tmp_path, monkeypatch):

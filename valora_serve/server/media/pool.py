@@ -137,9 +137,9 @@ class DecodePool:
     ) -> Future[Any]:
         with self._lock:
             if self._processes is None:
-                self._processes = ProcessPool(
-                    self._count, TASKS, decode.begin, context=multiprocessing.get_context("spawn")
-                )
+                context = multiprocessing.get_context("forkserver")  # a new one takes no imports
+                context.set_forkserver_preload(["av", decode.__name__])
+                self._processes = ProcessPool(self._count, TASKS, decode.begin, context=context)
             try:  # a limit of 0 would be none
                 return self._processes.schedule(function, arguments, timeout=max(0.01, seconds))
             except (OSError, RuntimeError):

@@ -6,11 +6,10 @@ Schema does. After `prepare`, every answer satisfies the schema that was sent.
 
 from __future__ import annotations
 
-import math
+import json
 import re
-from collections.abc import Iterator
 from copy import deepcopy
-from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
 
 from valora_serve.errors import RequestError
@@ -18,14 +17,11 @@ from valora_serve.errors import RequestError
 MAX_PARTS, DEEPEST = 30_000, 100
 LARGEST = 9 * 10**18  # llguidance reads the integer part of bounds as 64 bits
 DIGITS = 15  # decimal digits that every float64 keeps
+UP = Context(prec=DIGITS, Emin=-1, Emax=1000, rounding=ROUND_CEILING, traps=[])  # 15 decimals
+_NUMBERS = "parse_int", "parse_float", "parse_constant"  # of `json.loads`
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _DATA = {"const", "enum", "default", "examples", "dependentRequired"}
 _JOINED = {"allOf", "anyOf", "oneOf", "$ref"}
-_LOWER, _UPPER = (
-    Context(prec=DIGITS, Emin=-1, Emax=1000, rounding=rounding, traps=[])
-    for rounding in (ROUND_CEILING, ROUND_FLOOR)
-)
-"""Round bounds inwards, to 15 digits and at most 15 decimals."""
 _DATE = (
     r"^([0-9]{4}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))"
     r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29)"
@@ -33,36 +29,19 @@ _DATE = (
 _TIME = r":[0-5][0-9](\.[0-9]+)?([Zz]|[+-][0-9:]+)$"
 _FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}.*{_TIME}"}
 """What formats refuse besides: 29 February and leap seconds. Others mean nothing, but for these:"""
-_KEPT = {*_FORMATS, "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
+_KEPT = {"duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 _ESCAPE = r"\\(?![xb]\{)(?:[bBcdDfnprPsStuvwWx]|[^a-zA-Z])"
 _CLASS = rf"\[\^?(?!\])(?:{_ESCAPE}|(?!&&|--|~~)[^\[\]\\])*\]"
-_PART = re.compile(
-    rf"{_ESCAPE}|{_CLASS}|\((?!\?)|\(\?:|[^\\\[(.]|(?P<dot>\.)|(?P<other>.)", re.DOTALL
-)
+_PART = rf"(?s){_ESCAPE}|{_CLASS}|\((?!\?)|\(\?:|[^\\\[(.]|(?P<dot>\.)|(?P<other>.)"
 
 
 def prepare(schema: Any, *, strict: bool = False) -> Any:
     """Return a copy of a JSON schema to compile, whose answers all satisfy the schema."""
-    if not isinstance(schema, dict | bool):
-        raise RequestError("The JSON schema is wrong: expected an object or a bool")
     if schema is False:
         raise RequestError("No answer satisfies the JSON schema: allow for at least one")
     made = deepcopy(schema)
-    nodes = list(_nodes(made))
-    for node in nodes:
-        _tighten(node)
-    if strict and not any(map(_together, nodes)):
-        for node in nodes:
-            kinds = node.get("type")
-            kinds = kinds if isinstance(kinds, list) else [kinds]
-            if ("properties" in node or "object" in kinds) and not node.keys() & _JOINED:
-                node.setdefault("additionalProperties", False)
-    return made
-
-
-def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """The objects of a schema that are schemas themselves."""
-    left, count = [(schema, 0)], 0
+    nodes: list[dict[str, Any]] = []
+    left, count = [(made, 0)], 0
     while left:
         (part, depth), count = left.pop(), count + 1
         if depth > DEEPEST or count > MAX_PARTS:
@@ -71,43 +50,47 @@ def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
         if isinstance(part, list):
             left += [(one, depth + 1) for one in part]
         elif isinstance(part, dict):
-            yield part
+            nodes.append(part)
             for name, inner in part.items():
                 if name in _NAMED and isinstance(inner, dict):
                     left += [(one, depth + 2) for one in inner.values()]
                 elif name not in _DATA:
                     left.append((inner, depth + 1))
+    for node in nodes:
+        _tighten(node)
+    if strict and not any(map(_together, nodes)):
+        for node in nodes:
+            is_object = "properties" in node or "object" in str(node.get("type"))
+            if is_object and not node.keys() & _JOINED:
+                node.setdefault("additionalProperties", False)
+    return made
 
 
 def _together(node: dict[str, Any]) -> bool:
     """Whether several schemas name the properties of one object."""
     joined = node.keys() & _JOINED
-    return (
-        len(joined) > 1 or len(node.get("allOf", ())) > 1 or bool(joined and "properties" in node)
-    )
+    return len(joined) + ("properties" in node) > 1 <= len(joined) or len(node.get("allOf", ())) > 1
 
 
 def _tighten(node: dict[str, Any]) -> None:
-    _check_constants([node.get("const"), node.get("enum")])
+    constants = json.dumps([node.get("const"), node.get("enum")])
+    json.loads(constants, **dict.fromkeys(_NUMBERS, _check_constant))
     if isinstance(pattern := node.get("pattern"), str):
-        node["pattern"] = _PART.sub(_same, pattern)
+        node["pattern"] = re.sub(_PART, _same, pattern)
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
-    form = node.get("format")
-    if isinstance(form, str) and form in _FORMATS:
-        node["allOf"] = [*node.get("allOf", ()), {"pattern": _FORMATS[form]}]
-    elif isinstance(form, str) and form not in _KEPT:
-        del node["format"]
-    _tighten_numbers(node)
-
-
-def _tighten_numbers(node: dict[str, Any]) -> None:
-    for key, beyond, grid, outermost in (
-        ("minimum", "exclusiveMinimum", _LOWER, max), ("maximum", "exclusiveMaximum", _UPPER, min),
+    if isinstance(form := node.get("format"), str):
+        if form in _FORMATS:
+            node["allOf"] = [*node.get("allOf", ()), {"pattern": _FORMATS[form]}]
+        elif form not in _KEPT:
+            del node["format"]
+    for key, beyond, sign in (
+        ("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1),
     ):  # fmt: skip
         given = ((node.pop(key, None), False), (node.pop(beyond, None), True))
-        if found := [_inwards(*one, grid) for one in given if one[0] is not None]:
-            node[key] = outermost(found)
+        if found := [_inwards(*one, sign) for one in given if one[0] is not None]:
+            best = sign * max(found)
+            node[key] = int(best) if best == best.to_integral_value() else float(best)
     if (step := node.get("multipleOf")) is not None:
         exact = _number(step)
         _, digits, exponent = exact.normalize().as_tuple()
@@ -119,35 +102,31 @@ def _tighten_numbers(node: dict[str, Any]) -> None:
             node["maximum"] = min(node.get("maximum", limit), limit)
 
 
-def _inwards(bound: Any, beyond: bool, grid: Context) -> int | float:
-    """The outermost number of a grid that satisfies a bound."""
-    exact, up = _number(bound), grid is _LOWER
-    found = grid.create_decimal(exact)
+def _inwards(bound: Any, beyond: bool, sign: int) -> Decimal:
+    """The least number of 15 digits and decimals that satisfies a bound, times its sign."""
+    exact = _number(bound)
+    exact = exact if sign > 0 else exact.copy_negate()
+    found = UP.create_decimal(exact)
     if beyond and found == exact:
-        found = grid.next_plus(found) if up else grid.next_minus(found)
-    if abs(found) >= LARGEST:
-        if up == (found > 0):
-            raise _lost("bound", bound, f"keep it within ±{LARGEST:g}")
-        return -LARGEST if up else LARGEST
-    return int(found) if found == found.to_integral_value() else float(found)
+        found = UP.next_plus(found)
+    if found >= LARGEST:
+        raise _lost("bound", bound, f"keep it within ±{LARGEST:g}")
+    return max(found, Decimal(-LARGEST))
 
 
 def _number(value: Any) -> Decimal:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return Decimal(repr(value))
-    raise _lost("bound or multipleOf", value, "use a finite number")
+    number = Decimal(repr(value)) if type(value) in (int, float) else Decimal("nan")
+    if not number.is_finite():
+        raise _lost("bound or multipleOf", value, "use a finite number")
+    return number
 
 
-def _check_constants(value: Any) -> None:
-    """Refuse constants with numbers that float64, or llguidance, changes."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            _check_constants(item)
-    elif isinstance(value, int | float):
-        digits, exponent = Decimal(repr(float(value))).normalize().as_tuple()[1:]
-        long = len(digits) > DIGITS + isinstance(value, int)
-        if long or abs(value) > 2**53 or int(exponent) < -30:
-            raise _lost("constant", value, f"use a text, or a number of up to {DIGITS} digits")
+def _check_constant(text: str) -> None:
+    """Refuse a number of a constant that float64, or llguidance, changes."""
+    digits, exponent = Decimal(repr(float(text))).normalize().as_tuple()[1:]
+    long = len(digits) > DIGITS + text.lstrip("-").isdecimal()
+    if abs(Decimal(text)) > 2**53 or long or int(exponent) < -30:
+        raise _lost("constant", text, f"use a text, or a number of up to {DIGITS} digits")
 
 
 def _same(part: re.Match[str]) -> str:

@@ -32,8 +32,8 @@ from valora_serve.errors import CancelledRequestError, StoppedError
 from valora_serve.replicas.board import Report
 from valora_serve.routing.base import ReplicaState, note_sent
 from valora_serve.routing.routers import ROUTERS
+from valora_serve.server.access.guard import Rules
 from valora_serve.server.access.keys import KeyRing
-from valora_serve.server.access.rules import Rules
 from valora_serve.server.app import make_server
 from valora_serve.server.bodies import LARGE_BYTES, Bodies
 from valora_serve.server.errors import error_answer, error_body

@@ -28,11 +28,8 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from valora_serve.server.access.admission import Admission, RateLimiter
-from valora_serve.server.access.guard import Guard
-from valora_serve.server.access.keys import KeyRing
-from valora_serve.server.access.rules import JSON, Access, rules_of
-from valora_serve.server.access.sites import Sites
+from valora_serve.server.access.admission import Admission
+from valora_serve.server.access.guard import JSON, Access, Guard, rules_of
 from valora_serve.server.api.common import REFUSALS
 from valora_serve.server.api.registry import BUILTIN, ENDPOINTS
 from valora_serve.server.api.system import own_version
@@ -97,11 +94,7 @@ def create_app(
         metrics=metrics,
         served=served,
         on_request=on_request,
-        guard=Guard(
-            KeyRing(settings),
-            RateLimiter(settings.rate, settings.burst),
-            Sites(settings.host, settings.allowed_hosts, settings.allowed_origins),
-        ),
+        guard=Guard(settings),
         bodies=Bodies(settings),
         started=time.monotonic(),
     )

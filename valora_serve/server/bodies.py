@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from valora_serve import errors
-from valora_serve.server.access.rules import JSON, Rules, rules_of
+from valora_serve.server.access.guard import JSON, Rules, rules_of
 from valora_serve.server.errors import invalid
 from valora_serve.server.settings import ServerSettings
 

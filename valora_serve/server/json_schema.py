@@ -18,7 +18,6 @@ MAX_PARTS, DEEPEST = 30_000, 100
 LARGEST = 9 * 10**18  # llguidance reads the integer part of bounds as 64 bits
 DIGITS = 15  # decimal digits that every float64 keeps
 UP = Context(prec=DIGITS, Emin=-1, Emax=1000, rounding=ROUND_CEILING, traps=[])  # 15 decimals
-_NUMBERS = "parse_int", "parse_float", "parse_constant"  # of `json.loads`
 _NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 _DATA = {"const", "enum", "default", "examples", "dependentRequired"}
 _JOINED = {"allOf", "anyOf", "oneOf", "$ref"}
@@ -74,7 +73,7 @@ def _together(node: dict[str, Any]) -> bool:
 
 def _tighten(node: dict[str, Any]) -> None:
     constants = json.dumps([node.get("const"), node.get("enum")])
-    json.loads(constants, **dict.fromkeys(_NUMBERS, _check_constant))
+    json.loads(constants, parse_int=_check, parse_float=_check, parse_constant=_check)
     if isinstance(pattern := node.get("pattern"), str):
         node["pattern"] = re.sub(_PART, _same, pattern)
     if node.get("uniqueItems") is False:
@@ -121,7 +120,7 @@ def _number(value: Any) -> Decimal:
     return number
 
 
-def _check_constant(text: str) -> None:
+def _check(text: str) -> None:
     """Refuse a number of a constant that float64, or llguidance, changes."""
     digits, exponent = Decimal(repr(float(text))).normalize().as_tuple()[1:]
     long = len(digits) > DIGITS + text.lstrip("-").isdecimal()

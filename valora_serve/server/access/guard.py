@@ -1,39 +1,93 @@
-"""Checks API keys and rate limits before a request's body is read."""
+"""Lets requests in before their body is read: by keys, rates, and the hosts that they name.
+
+Without keys, whoever reaches the server may use it, and a web page in a user's browser reaches
+what the user reaches. A page of another site is told by its Origin, and one that points its own
+name to this machine's address (DNS rebinding) by its Host.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
+import socket
 import time
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from valora_serve.errors import ForbiddenError
+from valora_serve.errors import ForbiddenError, RequestError, ServeError
 from valora_serve.server.access.admission import RateLimiter
 from valora_serve.server.access.keys import Key, KeyRing
-from valora_serve.server.access.rules import Access, Rules
-from valora_serve.server.access.sites import Sites
+from valora_serve.server.settings import ServerSettings
 
+F = TypeVar("F", bound=Callable[..., Any])
+JSON = "application/json"
 caller: ContextVar[str | None] = ContextVar("caller", default=None)
 """Name of the API key of the request that is being handled; None without one."""
 caller_key: ContextVar[Key | None] = ContextVar("caller_key", default=None)
 """That key."""
 
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]/?#@\s]+)(?::\d{0,5})?")
+_SAFE = {"GET", "HEAD", "OPTIONS"}
+
+
+class Access(StrEnum):
+    """Who may send requests to a route."""
+
+    OPEN = "open"
+    KEYED = "keyed"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What is checked before a request's body is read."""
+
+    access: Access = Access.KEYED
+    max_body_bytes: int | None = None  # None for the server's general limit
+    disabled: str | None = None  # why every request is refused
+    refusal: type[ServeError] = ForbiddenError  # of these requests
+    # Of bodies that the route reads, by default JSON if it declares a body; others get a 415.
+    content_types: tuple[str, ...] = ()
+    any_host: bool = False  # whether it answers under any host name, as probes of a cluster ask
+    # Whether the route tells of all models, also those that a limited key may not see: once there
+    # are such keys, it asks for one without limits.
+    tells_all: bool = False
+
+
+def allow(access: Access, **rules: Any) -> Callable[[F], F]:
+    """Decorator of a route's function: declares its `Rules`, whose fields are the arguments."""
+
+    def mark(function: F) -> F:
+        vars(function)["valora_rules"] = Rules(access, **rules)
+        return function
+
+    return mark
+
+
+def rules_of(function: Any) -> Rules:
+    """Rules of a route's function; one that declares none needs a key."""
+    found: Rules = getattr(function, "valora_rules", Rules())
+    return found
+
 
 class Guard:
     """Lets requests in by the rules of their route."""
 
-    def __init__(self, keys: KeyRing, rates: RateLimiter, sites: Sites | None = None) -> None:
-        self._keys = keys
-        self.rates = rates
-        self._sites = sites
+    def __init__(self, settings: ServerSettings) -> None:
+        self._keys, self.rates = KeyRing(settings), RateLimiter(settings.rate, settings.burst)
+        self._sites = Sites(settings.host, settings.allowed_hosts, settings.allowed_origins)
 
     def check(self, rules: Rules, scope: Scope, headers: Headers) -> dict[str, Any]:
         """Check a request."""
-        if self._sites is not None and not self._keys:
+        if not self._keys:
             self._sites.check(scope, headers, any_host=rules.any_host)
         if rules.disabled is not None:
             raise rules.refusal(rules.disabled)
@@ -60,3 +114,72 @@ class Guard:
         caller.set(key.name if key else None)
         caller_key.set(key)
         return {"key": key.name} if key else {}
+
+
+class Sites:
+    """Checks the host and the origin that requests name."""
+
+    def __init__(self, bound: str, hosts: Iterable[str], origins: Iterable[str]) -> None:
+        self._hosts = {"localhost", socket.gethostname().lower(), bound.lower()}
+        self._hosts |= {host.lower().rstrip(".") for host in hosts}
+        self._origins = {origin.lower().rstrip("/") for origin in origins}
+        self._public = not _is_loopback(bound)
+
+    def check(self, scope: Scope, headers: Headers, *, any_host: bool) -> None:
+        """Check a request."""
+        named = headers.get("host", "")
+        if not any_host and not (scope.get("http_version") == "1.0" and not named):
+            self._check_host(named, scope)
+        if scope["method"] not in _SAFE:
+            self._check_origin(headers, named)
+
+    def _check_host(self, named: str, scope: Scope) -> None:
+        found = _HOST.fullmatch(named)
+        if found is None:
+            raise RequestError("The Host header names no host: send the server's name or address")
+        host = found[1].lower().rstrip(".")
+        if "*" in self._hosts or host in self._hosts or self._is_own_address(host, scope):
+            return
+        raise ForbiddenError(
+            f"The host {host[:100]!a} is not known to be this server's: ask under localhost, name "
+            "it in allowed_hosts, or use API keys"
+        )
+
+    def _is_own_address(self, host: str, scope: Scope) -> bool:
+        """Whether the host is an address that may be this server's; rebinding needs a name."""
+        try:
+            address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+        except ValueError:
+            return False
+        server = scope.get("server") or ("",)
+        return self._public or address.is_loopback or str(address) == server[0]
+
+    def _check_origin(self, headers: Headers, named: str) -> None:
+        origin = headers.get("origin")
+        site = headers.get("sec-fetch-site", "none").lower()
+        if "*" in self._origins or (origin or "").lower() in self._origins:
+            return
+        if origin is None:
+            foreign = site in ("cross-site", "same-site")
+        else:
+            foreign = _netloc(origin) != named.lower()
+        if foreign:
+            raise ForbiddenError(
+                f"Pages of {(origin or 'another site')[:100]!a} may not send requests here: name "
+                "the origin in allowed_origins, or use API keys"
+            )
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        parts = urlsplit(origin)
+    except ValueError:
+        return None
+    return parts.netloc.lower() if parts.scheme in ("http", "https") else None
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError
-from valora_serve.server.access.rules import Access, allow
+from valora_serve.server.access.guard import Access, allow
 from valora_serve.server.api import common, schema
 from valora_serve.server.api.domain_prompt import completion_warnings
 from valora_serve.server.api.requests import (

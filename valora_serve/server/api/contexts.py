@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Path
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
-from valora_serve.server.access.rules import Access, allow
+from valora_serve.server.access.guard import Access, allow
 from valora_serve.server.api.requests import check_text
-from valora_serve.server.api.schema import Body, Done, ResponseBody, Text
+from valora_serve.server.api.schema import Body, Done, Listed, ResponseBody, Text
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part
 from valora_serve.types import NewContext
@@ -57,13 +57,6 @@ class ContextCard(ResponseBody):
     required: float | None = None
 
 
-class ContextList(ResponseBody):
-    """Response of ``GET /v1/contexts``."""
-
-    object: Literal["list"] = "list"
-    data: list[ContextCard]
-
-
 def router(context: ServerContext) -> APIRouter:
     """Routes that list, make and delete contexts."""
     routes = APIRouter(tags=["contexts"])
@@ -74,9 +67,9 @@ def router(context: ServerContext) -> APIRouter:
     admin = allow(Access.ADMIN, disabled=disabled)
 
     @routes.get("/v1/contexts", summary="List the contexts that a request can name")
-    async def contexts() -> ContextList:
+    async def contexts() -> Listed[ContextCard]:
         found = [model for model in context.service.models() if model.form]
-        return ContextList(data=list(map(ContextCard.model_validate, found)))
+        return Listed(data=list(map(ContextCard.model_validate, found)))
 
     @routes.post("/v1/contexts", summary="Make a context of a document, without training")
     @admin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter
 from fastapi import Path as PathField
@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from valora_data.contract.files import UnreadableError, read_bytes
 from valora_serve.errors import UnknownModelError
-from valora_serve.server.api.schema import ResponseBody
+from valora_serve.server.api.schema import Listed, ResponseBody
 from valora_serve.server.context import ServerContext
 from valora_serve.server.loading.golden import IMAGE_BYTES, Example, TeacherAnswer, read_examples
 
@@ -31,13 +31,6 @@ class ExampleCard(ResponseBody):
     )
 
 
-class ExampleList(ResponseBody):
-    """Response of ``/v1/examples``."""
-
-    object: Literal["list"] = "list"
-    data: list[ExampleCard]
-
-
 PNG = b"\x89PNG\r\n\x1a\n"  # first bytes of a file
 _IMAGE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"image/png": {}}, "description": "The image, or a frame of the video"}
@@ -49,9 +42,9 @@ def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(tags=["models"])
 
     @routes.get("/v1/examples", summary="Examples of the domains")
-    async def examples() -> ExampleList:
+    async def examples() -> Listed[ExampleCard]:
         found = await asyncio.to_thread(_by_domain, context)
-        return ExampleList(data=[
+        return Listed(data=[
             ExampleCard(
                 domain=name, number=number, video=example.media == "video",
                 question=example.question, teacher=example.teacher,

@@ -11,11 +11,11 @@ from fastapi import APIRouter
 from pydantic import Field, create_model
 from starlette.responses import Response
 
-from valora_serve.server.access.rules import Access, allow
+from valora_serve.server.access.guard import Access, allow
 from valora_serve.server.api.common import answer
-from valora_serve.server.api.schema import Body, Done, ResponseBody, fields_of
+from valora_serve.server.api.schema import Body, Done, Listed, ResponseBody, fields_of
 from valora_serve.server.context import ServerContext
-from valora_serve.server.service import last_part, without_folder
+from valora_serve.server.service import without_folder
 from valora_serve.server.telemetry.adapter_states import adapter_states
 from valora_serve.types import ServedModel
 
@@ -83,13 +83,6 @@ class ModelCard(_Served):  # type: ignore[misc]
     max_model_len: int
 
 
-class ModelList(ResponseBody):
-    """Response of ``/v1/models``."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
 class Loaded(ResponseBody):
     """Response to a load: the models that were loaded."""
 
@@ -121,29 +114,28 @@ def router(context: ServerContext) -> APIRouter:
         places = adapter_states(models, stats)
         return [
             card(
-                one,
-                engine.context_length,
-                quarantined=stats.quarantined.get(one.name),
-                state=places.get(one.name),
+                one, engine.context_length,
+                quarantined=stats.quarantined.get(one.name), state=places.get(one.name),
                 resolver=None if loader is None else loader.source(one.name),
             )
             for one in models
-        ]
+        ]  # fmt: skip
 
     def on_disk() -> list[ModelCard]:
         """Cards of the adapters that the next request that names them loads from the cache."""
         return [
-            ModelCard(
-                id=one.name, created=int(time.time()), root=one.name, parent=last_part(engine.base),
-                kind="adapter", adapter=one.name, state="disk", resolver=one.source,
-                max_model_len=engine.context_length,
+            card(
+                ServedModel(
+                    one.name, "adapter", one.name, engine.base, one.name, loaded_at=time.time()
+                ),
+                engine.context_length, state="disk", resolver=one.source,
             )
             for one in ([] if loader is None else loader.waiting())
             if context.service.sees(one.name)
         ]  # fmt: skip
 
     @routes.get(
-        "/v1/models", tags=["OpenAI"], response_model=ModelList,
+        "/v1/models", tags=["OpenAI"], response_model=Listed[ModelCard],
         summary="List the models that a request can name",
     )  # fmt: skip
     async def models() -> Response:

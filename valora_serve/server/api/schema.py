@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -27,6 +27,8 @@ from pydantic_core import PydanticCustomError
 
 from valora_serve.server.media.urls import MediaUrl
 from valora_serve.types import MAX_MIXED, MAX_WEIGHT
+
+T = TypeVar("T")
 
 
 def _finite(value: JsonValue) -> JsonValue:
@@ -472,6 +474,13 @@ class LookRequest(VisionRequest):
 # Responses
 
 
+class Listed(ResponseBody, Generic[T]):
+    """Several of something, as OpenAI's API lists it."""
+
+    object: Literal["list"] = "list"
+    data: list[T]
+
+
 class ErrorBody(ResponseBody):
     """An error: one sentence, and a code for programs."""
 
@@ -566,19 +575,10 @@ class ChatLogprobs(ResponseBody):
     refusal: list[TokenLogprob] | None = None
 
 
-class CalledFunction(ResponseBody):
-    """A function and its arguments, a JSON object as a string."""
-
-    name: str
-    arguments: str
-
-
-class AnswerToolCall(ResponseBody):
-    """A call of a function."""
+class AnswerToolCall(ToolCall):
+    """A call of a function, whose arguments are a JSON object as a string."""
 
     id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
 
 
 class AnswerMessage(ResponseBody):
@@ -661,11 +661,9 @@ class Embedding(ResponseBody):
     embedding: list[float] | str
 
 
-class EmbeddingAnswer(ResponseBody):
+class EmbeddingAnswer(Listed[Embedding]):
     """Response of ``/v1/embeddings``: one embedding for each input, in order."""
 
-    object: Literal["list"] = "list"
-    data: list[Embedding]
     model: str
     usage: UsageAnswer
 

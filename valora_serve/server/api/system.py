@@ -16,7 +16,7 @@ from pydantic import Field, create_model
 from starlette.responses import FileResponse, Response
 
 from valora_serve.errors import GoneError
-from valora_serve.server.access.rules import JSON, Access, allow
+from valora_serve.server.access.guard import JSON, Access, allow
 from valora_serve.server.api.schema import ResponseBody, fields_of
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part

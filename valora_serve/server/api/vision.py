@@ -21,7 +21,7 @@ from starlette.responses import Response
 from valora_data.wording import plural
 from valora_serve import types
 from valora_serve.errors import RequestError, ServeError, UnknownModelError
-from valora_serve.server.access.rules import JSON, Access, allow
+from valora_serve.server.access.guard import JSON, Access, allow
 from valora_serve.server.api import schema
 from valora_serve.server.api.common import answer, usage
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of

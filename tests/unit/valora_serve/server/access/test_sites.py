@@ -5,7 +5,7 @@ from starlette.datastructures import Headers
 
 from tests.support.http_helpers import CHAT, chat, serving
 from valora_serve.errors import ForbiddenError, RequestError
-from valora_serve.server.access.sites import Sites
+from valora_serve.server.access.guard import Sites
 
 
 def refused(sites, host="localhost", method="POST", **headers):

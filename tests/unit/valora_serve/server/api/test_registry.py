@@ -12,7 +12,7 @@ from valora_serve.server.api.registry import ENDPOINTS
 LEVELS = """
 from fastapi import APIRouter, Request
 
-from valora_serve.server.access.rules import Access, allow
+from valora_serve.server.access.guard import Access, allow
 
 
 def extension(context):

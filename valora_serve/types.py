@@ -137,6 +137,7 @@ class Request:
     min_score: float | None = None  # least confidence of boxes; None for the domain's threshold
     sampling: SamplingParams = field(default_factory=SamplingParams)
     deadline: float | None = None  # seconds from arrival within which it must be answered
+    arrival: float | None = None  # `time.monotonic()`; None: when the engine has prepared it
     client: str | None = None  # who asks, e.g. the name of an API key, for shares by key
     cache_salt: str | None = None  # requests of the same one share cached prompts and images
     stream: bool = True  # whether outputs come as they are made; otherwise all come at the end

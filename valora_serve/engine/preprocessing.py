@@ -99,6 +99,8 @@ class Preprocessing:
                 f"has {self._pool.pages - 1}: ask for fewer tokens",
             )
         now = time.monotonic()
+        waited = 0.0 if request.arrival is None else now - request.arrival
+        left = None if request.deadline is None else request.deadline - waited
         vision = b"".join(adapter.vision_content.encode() for adapter, _ in target.terms)
         whole = self._lmm.block > 0
         spans = [span for item in prompt.visuals for span in item.spans(vision, whole=whole)]
@@ -114,9 +116,9 @@ class Preprocessing:
             adapter_pages=adapter_pages,
             images=len(prompt.visuals),
             blocks=[(span.start, span.stop) for span in spans if span.whole],
-            deadline=None if request.deadline is None else now + request.deadline,
+            deadline=None if left is None else now + left,
             domain=request.model if target.model.kind == "domain" else None,
-            latency_limit=request.deadline,
+            latency_limit=left,
             client=self._client(request, target.model, next(iter(adapters), None)),
         )
         due = self._settings.policy_settings.due(view)

@@ -161,7 +161,7 @@ def _check(options: argparse.Namespace) -> None:
         raise SettingsError(f"--min-score is {options.min_score}: name one from 0 to 1")
     if options.beside and (not options.domain or "," in options.domain):
         raise SettingsError("--beside compares one domain: name it with --domain")
-    if not options.bundle and (options.prompt or options.min_score or options.max_tokens):
+    if not options.bundle and {options.prompt, options.min_score, options.max_tokens} != {None}:
         raise SettingsError(
             "--prompt, --min-score and --max-tokens go with --bundle: leave them out"
         )

@@ -117,7 +117,7 @@ class Service:
             raise StoppedError("The engine has stopped: see the server's log")
         client, count, deadline = self._client(model), len(requests), requests[0].deadline
         self.admission.enter(model.name, self.engine.stats().running, deadline, count, client)
-        ticket = Ticket(self.admission, model, client, count)
+        ticket = Ticket(self.admission, model, client, count, time.monotonic())
         try:
             yield ticket
         finally:
@@ -150,7 +150,7 @@ class Service:
         name, constraint = ticket.model.name, request.sampling.constraint
         tokens_at: list[float] = []
         text, last = "", None
-        answering = answering or self.engine.generate(self._sent(request, stream=stream))
+        answering = answering or self.engine.generate(self._sent(ticket, request, stream=stream))
         try:
             with self.tracer.span(name, headers) as ended:
                 async for output in answering:
@@ -179,16 +179,16 @@ class Service:
             ticket.leave(last.times if last is not None else None)
             await answering.aclose()
 
-    def _sent(self, request: Request, *, stream: bool) -> Request:
-        """A request as the engine gets it: with who asks, and whom it shares caches with."""
-        salt = self._cache_salt(request.cache_salt)
-        return replace(request, client=caller.get(), cache_salt=salt, stream=stream)
+    def _sent(self, ticket: Ticket, request: Request, *, stream: bool) -> Request:
+        """A request as the engine gets it: with client, arrival and whom it shares caches with."""
+        salt, since = self._cache_salt(request.cache_salt), ticket.since
+        return replace(request, client=caller.get(), cache_salt=salt, stream=stream, arrival=since)
 
     async def ask_together(
         self, asked: Sequence[tuple[Ticket, Request]], headers: Mapping[str, str]
     ) -> list[Output | ServeError]:
         """Answers to requests about the same images, which share passes; or the error of each."""
-        first, *others = [self._sent(request, stream=False) for _, request in asked]
+        first, *others = [self._sent(*one, stream=False) for one in asked]
         found: dict[str, list[Output]] = {request.id: [] for _, request in asked}
 
         async def collect() -> None:
@@ -249,12 +249,13 @@ def domain_of(domains: Mapping[str, ServedModel], name: str) -> ServedModel:
 
 @dataclass(eq=False)
 class Ticket:
-    """Requests that were admitted together, of which `left` have not finished."""
+    """Requests that were admitted together at `since`, of which `left` have not finished."""
 
     admission: Admission
     model: ServedModel
     client: str
     left: int
+    since: float
 
     def leave(self, times: Times | None) -> None:
         """Count one request as finished; `times` is None if it failed."""

@@ -30,7 +30,6 @@ T = TypeVar("T")
 AT_ONCE = 128
 """Most requests of one HTTP request that the engine has at a time: a thousand that are begun, or
 end, together hold up the event loop for a third of a second."""
-MIN_DEADLINE = 0.001  # seconds
 MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 MAX_LOGPROBS = 200_000  # of an answer: 17 MB, which become JSON in 0.3 s while nothing else runs
 _SAMPLING = (
@@ -198,13 +197,10 @@ class Arrival:
 
         They are admitted together, and all end if one fails.
         """
-        service, headers, began = self.context.service, dict(self.http.headers), time.monotonic()
+        service, headers = self.context.service, dict(self.http.headers)
         queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
 
         async def ask(number: int, request: Request) -> None:
-            if request.deadline is not None:
-                left = request.deadline - (time.monotonic() - began)
-                request = replace(request, deadline=max(left, MIN_DEADLINE))
             asking = service.ask(ticket, request, headers, stream=stream)
             async with contextlib.aclosing(asking) as outputs:
                 async for output in outputs:

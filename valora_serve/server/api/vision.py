@@ -86,8 +86,7 @@ def router(context: ServerContext) -> APIRouter:
     async def look(request: Request) -> Response:
         since = time.monotonic()
         fields = await _fields(request, context, schema.LookRequest)
-        names = _every(context, fields) if fields.domains == "*" else fields.domains
-        found = await looked(context, request, fields, names, since)
+        found = await looked(context, request, fields, fields.domains, since)
         identity, seconds = f"vision-{new_id()}", time.monotonic() - since
         made = {"id": identity, "created": int(time.time()), "domains": found, "seconds": seconds}
         return answer(schema.LookAnswer.model_validate(made))
@@ -114,9 +113,10 @@ async def looked(
     errors: dict[str, ServeError] = {}
     # Once, as there may be thousands, and a thousand are named.
     domains, bundles = service.domains(), bundles_of(context)
-    for name in names:
+    bundles["*"] = _every(context, fields)
+    for name in dict.fromkeys(names):
         try:
-            for model in bundles.get(name) or [domain_of(domains, name)]:
+            for model in bundles[name] if name in bundles else [domain_of(domains, name)]:
                 arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)
                 arrival.model, arrival.since = model, since
         except ServeError as error:
@@ -164,10 +164,10 @@ async def looked(
     return found
 
 
-def _every(context: ServerContext, fields: schema.LookRequest) -> list[str]:
+def _every(context: ServerContext, fields: schema.VisionRequest) -> list[ServedModel]:
     video = fields.video is not None or bool(fields.frames)
     return [
-        model.name
+        model
         for model in context.service.models()
         if model.kind == "domain"
         and model.form is None
@@ -242,7 +242,7 @@ async def _from_form(body: bytes, header: str, context: ServerContext, kind: typ
             )
     if len(files["video"]) > 1:
         raise RequestError("The form has several videos: send them one by one")
-    if values.get("domains", "*") != "*":
+    if "domains" in values:
         values["domains"] = [name.strip() for name in values["domains"].split(",")]
     given = {"images": files["image"] + files["images"], "frames": files["frames"]}
     try:

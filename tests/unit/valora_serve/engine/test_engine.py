@@ -148,8 +148,9 @@ def test_deadlines(base, reference, monkeypatch):
     collect(engine.step(), found)
     now[0] += 100.0
     check_answers(finish(engine, found), reference, later)
-    add_requests(engine, question("at once", deadline=0.0))
-    assert isinstance(finish(engine)["at once"].error, DeadlineError)
+    for late in ({"deadline": 0.0}, {"deadline": 9.0, "arrival": now[0] - 10}):
+        add_requests(engine, question("at once", **late))
+        assert isinstance(finish(engine)["at once"].error, DeadlineError)
     assert_empty(engine)
 
 

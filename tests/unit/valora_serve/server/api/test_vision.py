@@ -160,6 +160,7 @@ def test_several_domains_answer_as_each_does_alone(server):
             del got[varying], alone[varying]
         assert got == alone
     files = [("image", encoded(WIDE)), ("image", encoded(TALL))]
+    assert len({one.arrival for one in server.engine.asked[-2:]}) == 1  # their deadlines are one
     data = {"domains": "scene, person,caption", "min_score": "0.3"}
     by_form = server.client.post("/v1/vision", files=files, data=data).json()
     assert [one["results"] for one in by_form["domains"].values()] == [
@@ -169,8 +170,12 @@ def test_several_domains_answer_as_each_does_alone(server):
 
 def test_a_star_or_a_bundle_stands_for_its_domains(server):
     assert set(look(server, "*").json()["domains"]) == {"person", "scene", "caption"}
-    form = server.client.post("/v1/vision", files={"image": encoded(WIDE)}, data={"domains": "*"})
-    assert set(form.json()["domains"]) == {"person", "scene", "caption"}
+    twice = look(server, ["person", "person"]).json()["domains"]["person"]
+    assert twice["warnings"] == ["person is named several times: answered once"]
+    for names in (["*"], ["*", "scene", "*"], ["person", "*"]):
+        data = {"files": {"image": encoded(WIDE)}, "data": {"domains": " ,".join(names)}}
+        for answer in (look(server, names), server.client.post("/v1/vision", **data)):
+            assert set(answer.json()["domains"]) == {"person", "scene", "caption"}
     named = [set(look(server, [name]).json()["domains"]) for name in ("d", "d@1")]
     assert named[0] == named[1]
 
@@ -267,11 +272,6 @@ def test_what_is_wrong_with_one_domain_concerns_it_alone(server, domains, name, 
     assert found[name]["error"]["message"].startswith(said)
     assert found[name]["error"]["code"]
     assert look(server, domains[1:]).status_code == 404  # nothing else is left to answer
-
-
-def test_a_domain_that_is_named_twice_is_answered_once(server):
-    found = look(server, ["person", "person"]).json()["domains"]
-    assert found["person"]["warnings"] == ["person is named several times: answered once"]
 
 
 @pytest.mark.parametrize("domains", [None, [], "person", 3, {}, [3], ["x"] * 1001])

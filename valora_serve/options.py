@@ -5,6 +5,7 @@ The settings are frozen dataclasses (the engine has no pydantic), whose docstrin
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import inspect
@@ -15,7 +16,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import yaml
 from pydantic import BeforeValidator, Field, ValidationError, create_model
@@ -30,9 +31,6 @@ from pydantic_settings import (
 
 from valora_data.contract.files import expanded
 from valora_serve.errors import SettingsError
-
-if TYPE_CHECKING:
-    import argparse
 
 ENVIRONMENT = "VALORA_"
 

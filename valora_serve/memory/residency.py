@@ -11,12 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from valora_serve.errors import AdapterError, BusyError, ServeError
-
-if TYPE_CHECKING:
-    from valora_serve.memory.block_manager import Owner, PagePool
+from valora_serve.memory.block_manager import Owner, PagePool
 
 
 class Copy(Protocol):

@@ -10,7 +10,7 @@ import mmap
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 
 from valora_data.wording import plural
 from valora_kernels.weights import LoraWeights
+from valora_serve.catalogue.adapters import Adapter
 from valora_serve.errors import AdapterError
 from valora_serve.memory.residency import Packed
-
-if TYPE_CHECKING:
-    from valora_serve.catalogue.adapters import Adapter
-    from valora_serve.parallel.partition import Share
+from valora_serve.parallel.partition import Share
 
 ALIGNMENT = 8
 """A rank row starts at a multiple of this many elements in its page: 16 bytes in 16 bits."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL.Image import Image
 from torch import Tensor
 
 from valora_data.contract.base_model import BaseModel
@@ -25,10 +26,6 @@ from valora_serve.catalogue.contexts import Context
 from valora_serve.errors import ImageError, RequestError
 from valora_serve.memory.block_manager import ImageSpan
 from valora_serve.types import Request
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
 
 PLACEHOLDER = 0  # stands for a token of a context, whose embedding is replaced or not needed
 

@@ -11,11 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import RequestView, View
-    from valora_serve.types import Mode
+from valora_serve.orchestrator.decision import RequestView, View
+from valora_serve.types import Mode
 
 FOREVER = math.inf
 PREFETCHES = 32  # adapters being loaded at a time; the prompts of a step may all use different ones

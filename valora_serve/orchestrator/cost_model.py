@@ -15,16 +15,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from valora_serve.errors import ServeError
+from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Mode
-
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import RequestView
 
 VERSION = 5
 

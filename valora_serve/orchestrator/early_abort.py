@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
+from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 
 
 class EarlyAbort:

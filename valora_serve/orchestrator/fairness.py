@@ -11,10 +11,8 @@ import heapq
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import RequestView
+from valora_serve.orchestrator.decision import RequestView
 
 PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0
 """What a token of a prompt and of an answer count (w_p and w_q of the paper)."""

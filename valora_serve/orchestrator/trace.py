@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+from valora_serve.orchestrator.decision import Decision, View
 
 log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.decision import Decision, View
 
 
 class DecisionTrace:

@@ -11,20 +11,16 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Semaphore
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from filelock import FileLock
+from PIL.Image import Image
 from PIL.PngImagePlugin import PngInfo
 
 from valora_serve.errors import SettingsError
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from valora_serve.server.settings import ServerSettings
-    from valora_serve.types import Output, Request, ServedModel
+from valora_serve.types import Output, Request, ServedModel
 
 NOTE = "valora"  # text chunk of a PNG file that holds the domain and its answer
 _FACTS = ("name", "task", "labels", "boxes", "prompt", "bundle")

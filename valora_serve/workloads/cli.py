@@ -13,7 +13,10 @@ from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from valora_data.errors import ValoraError
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
@@ -26,13 +29,8 @@ from valora_serve.workloads import traces
 from valora_serve.workloads.cluster import WAYS, Dispatch, simulate_cluster
 from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
 
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
-    from valora_serve.workloads.traces import Workload
-
-    Row = dict[str, Any]
-    Column = tuple[str, Callable[[Row], str]]
+Row = dict[str, Any]
+Column = tuple[str, Callable[[Row], str]]
 
 RANK = 64  # of the adapters that are generated
 
@@ -201,7 +199,7 @@ def _shares(options: argparse.Namespace) -> dict[str, float] | None:
 
 def _cases(
     options: argparse.Namespace, times: int
-) -> Iterator[tuple[float | None, float, Workload]]:
+) -> Iterator[tuple[float | None, float, traces.Workload]]:
     """Rate (None: not chosen), skewness (1: power law) and workload, `times` as large if made."""
     file: Path | None = options.trace
     if file is not None and file.suffix == ".jsonl":
@@ -219,7 +217,7 @@ def _cases(
             yield rate, skew, _limited(traces.generate(make, given), options)
 
 
-def _limited(workload: Workload, options: argparse.Namespace) -> Workload:
+def _limited(workload: traces.Workload, options: argparse.Namespace) -> traces.Workload:
     unknown = sorted((_shares(options) or {}).keys() - set(workload.adapters))
     if unknown:
         few = ", ".join(workload.adapters[:3])
@@ -267,9 +265,7 @@ ROUTED: tuple[Column, ...] = (
 )
 
 
-def _table(title: str, columns: Sequence[Column], groups: Sequence[Sequence[Row]]) -> RichTable:
-    from rich.table import Table
-
+def _table(title: str, columns: Sequence[Column], groups: Sequence[Sequence[Row]]) -> Table:
     table = Table(title=title, title_justify="left")
     for name, _ in columns:
         table.add_column(name, justify="left" if name in ("router", "policy") else "right")
@@ -281,8 +277,6 @@ def _table(title: str, columns: Sequence[Column], groups: Sequence[Sequence[Row]
 
 
 def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    from rich.console import Console
-
     console = Console()
     if not console.is_terminal:  # a pipe or a file has no width: no table is cut
         console = Console(width=200)

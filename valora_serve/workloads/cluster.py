@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from valora_serve.errors import SettingsError
+from valora_serve.orchestrator.base import BasePolicy
+from valora_serve.orchestrator.cost_model import CostModel
 from valora_serve.routing.base import ReplicaState, Router, note_sent
 from valora_serve.workloads.simulator import Machine, Report, SimSettings, report
 from valora_serve.workloads.traces import BASE, Workload
-
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.base import BasePolicy
-    from valora_serve.orchestrator.cost_model import CostModel
 
 REPORT_SECONDS = 1.0  # between two reports of a replica's resident adapters
 

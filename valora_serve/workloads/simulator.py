@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +22,12 @@ from numpy.typing import NDArray
 from valora_serve.errors import ServeError
 from valora_serve.memory.block_manager import Owner, PagePool
 from valora_serve.memory.residency import Entry, MemoryBudget, Residency
+from valora_serve.orchestrator.base import BasePolicy
 from valora_serve.orchestrator.cost_model import DECODE_TERMS, CostModel, step_shape
 from valora_serve.orchestrator.decision import Decision, RequestView, StepLimits, View, window
+from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import Mode
 from valora_serve.workloads.traces import BASE, Workload
-
-if TYPE_CHECKING:
-    from valora_serve.orchestrator.base import BasePolicy
-    from valora_serve.orchestrator.trace import DecisionTrace
-
 
 KV_TOKEN = DECODE_TERMS.index("kv_token")
 

@@ -6,16 +6,13 @@ Another package adds one with an entry point in the group ``valora.endpoints``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+
+from fastapi import APIRouter
 
 from valora_data.registry import Registry
+from valora_serve.server.context import ServerContext
 
-if TYPE_CHECKING:
-    from fastapi import APIRouter
-
-    from valora_serve.server.context import ServerContext
-
-    Endpoint = Callable[[ServerContext], APIRouter]
+Endpoint = Callable[[ServerContext], APIRouter]
 
 BUILTIN = {
     "chat": "valora_serve.server.api.chat:router",

@@ -6,6 +6,7 @@ It is the other half of `valora predict --beside`: nothing that serves imports s
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = argparse.ArgumentParser("valora label", description=__doc__)
     made.add_argument("model", help="best.pt of Ultralytics; a transformers folder or hub name")
     made.add_argument("folder", type=Path, help="folder of images, or one image")
-    made.add_argument("--labels", required=True, help="labels to keep, separated by commas")
+    made.add_argument("--labels", required=True, help="labels to keep, as a line of CSV")
     made.add_argument("--task", default="detection", help="task of the domain")
     made.add_argument("--domain", required=True, help="name of the domain that answers the same")
     made.add_argument("--kind", help=f"{', '.join(KINDS)}; guessed from the model's name")
@@ -59,7 +60,7 @@ def _label(options: argparse.Namespace) -> None:
     paths = [folder] if folder.is_file() else images_below(folder)
     kind = options.kind or ("yolo" if options.model.endswith(".pt") else "huggingface")
     labels, pairs = (
-        [part.strip() for part in text.split(",") if part.strip()]
+        [part.strip() for part in next(csv.reader([text], skipinitialspace=True)) if part.strip()]
         for text in (options.labels, options.names)
     )
     if not labels:
@@ -98,11 +99,10 @@ def _fields(answer: Answer, min_score: float) -> dict[str, Any]:
     """An answer as ``/v1/vision`` gives it."""
     if answer.choice is not None:
         return {"label": answer.choice, "confidence": max(answer.soft, default=1.0)}
+    found = [box for box in answer.boxes if box.confidence >= min_score]
     return {
         "detections": [
-            {"label": box.label, "confidence": box.confidence, "box": box.xyxy}
-            for box in answer.boxes
-            if box.confidence >= min_score
+            {"label": box.label, "confidence": box.confidence, "box": box.xyxy} for box in found
         ]
     }
 

@@ -106,9 +106,10 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
     file = Path(model)
     if file.suffix != ".jsonl":
         file = out / "beside.jsonl"
+        labels = ",".join('"{}"'.format(label.replace('"', '""')) for label in domain.labels)
         command = [sys.executable, "-m", "valora_serve.commands", "label", model, str(folder)]
-        command += ["--labels", ",".join(domain.labels), "--task", str(domain.task)]
-        command += ["--domain", domain.name, "--out", str(file)]
+        command += ["--labels", labels, "--task", str(domain.task), "--domain", domain.name]
+        command += ["--out", str(file)]
         if (status := subprocess.run(command, check=False).returncode) in (130, -signal.SIGINT):
             raise KeyboardInterrupt
         if status:
@@ -135,8 +136,8 @@ def write(made: Comparison, domain: ServedModel, source: Path, out: Path) -> Pat
     tables = {"class": made.classes} | ({"size": made.sizes} if domain.boxes else {})
     facts = {
         "domain": domain.name, "images": made.images, "agreement": made.agreement,
-        **{name: {key: {**counts, "agreement": share(counts)} for key, counts in table.items()}
-           for name, table in tables.items()},
+        **{name: {key: {**dict.fromkeys(_SIDES, 0), **counts, "agreement": share(counts)}
+                  for key, counts in table.items()} for name, table in tables.items()},
         "pictures": [
             {"file": one.file} | {
                 side: [{"label": box.label, "confidence": box.confidence, "box": box.xyxy}

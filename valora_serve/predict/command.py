@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         default="jsonl",
         help=f"formats, separated by commas: {', '.join(WRITERS)} (default: jsonl)",
     )
-    made.add_argument("--domain", help="domains to ask, separated by commas (default: all)")
+    made.add_argument("--domain", help="domains to ask, separated by commas (default: *)")
     made.add_argument("--prompt", help="question or phrase, for domains that need one")
     made.add_argument("--min-score", type=float, help="least confidence of boxes, 0 to 1")
     made.add_argument("--max-tokens", type=int, help="most tokens of written answers")
@@ -159,7 +159,7 @@ def _split(names: str | None) -> list[str]:
 def _check(options: argparse.Namespace) -> None:
     if options.min_score is not None and not 0 <= options.min_score <= 1:
         raise SettingsError(f"--min-score is {options.min_score}: name one from 0 to 1")
-    if options.beside and (not options.domain or "," in options.domain):
+    if options.beside and (not options.domain or "," in options.domain or options.domain == "*"):
         raise SettingsError("--beside compares one domain: name it with --domain")
     if not options.bundle and {options.prompt, options.min_score, options.max_tokens} != {None}:
         raise SettingsError(
@@ -176,7 +176,7 @@ def _check(options: argparse.Namespace) -> None:
 def _chosen(
     models: Sequence[ServedModel], options: argparse.Namespace, console: Console
 ) -> list[ServedModel]:
-    named = list(dict.fromkeys(_split(options.domain)))
+    named = list(dict.fromkeys(_split(None if options.domain == "*" else options.domain)))
     known = {model.name: model for model in models}
     for name in named:
         if name not in known:

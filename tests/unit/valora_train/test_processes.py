@@ -105,7 +105,7 @@ def test_a_folder_and_what_is_wrong(tmp_path, monkeypatch, capsys):
     same = [Prediction(**row) for row in rows]
     assert compare(same, {row["file"]: found_in(row["answer"]) for row in rows}).agreement == 1
     for given, said in (
-        (asked, "best.pt has no class 'car', only auto: map one of its classes to it in --names"),
+        ([*asked, "--labels", '"a, b"'], "best.pt has no class 'a, b', only auto: map one of its"),
         (["best.pt", "in/broken.png", *asked[2:], "--names", "auto=car"], "holds no image that"),
         ([*asked, "--labels", ","], "--labels , names none"),
         ([*asked, "--min-score", "nan"], "--min-score is nan: name one from 0 to 1"),

@@ -165,13 +165,12 @@ async def looked(
 
 
 def _every(context: ServerContext, fields: schema.VisionRequest) -> list[ServedModel]:
-    video = fields.video is not None or bool(fields.frames)
     return [
         model
         for model in context.service.models()
         if model.kind == "domain"
         and model.form is None
-        and model.media in (None, "video" if video else "images")
+        and model.media in (None, "images" if fields.images else "video")
         and ((fields.prompt or "").strip() or not model.takes_words)
     ]
 

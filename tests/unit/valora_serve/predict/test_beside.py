@@ -49,9 +49,9 @@ def test_page_and_json(tmp_path):
     assert 'href="../photos/x%20y/%3Cb%3E.png"' in page
     assert "&lt;i&gt; 0.50" in page and "<i>" not in page
     facts = json.loads((tmp_path / "out" / "beside.json").read_text())
-    assert facts["class"] == {"<i>": {"fused": 1, "agreement": 0.0}} and "size" in facts
+    assert facts["class"] == {"<i>": {"both": 0, "fused": 1, "small": 0, "agreement": 0.0}}
     alone = [found("<i>", 0, 0, 9, 9) | {"box": [0, 0, 9, 9]}]
-    assert facts["pictures"] == [{"file": name, "fused": alone, "small": []}]
+    assert facts["pictures"] == [{"file": name, "fused": alone, "small": []}] and "size" in facts
     write(made, SCENE, tmp_path / "photos", tmp_path / "out")
     assert "size" not in json.loads((tmp_path / "out" / "beside.json").read_text())
 

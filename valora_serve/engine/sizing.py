@@ -74,9 +74,10 @@ def limit_host_threads(device: torch.device) -> None:
         torch.set_num_threads(min(most, HOST_THREADS) if device.type == "cuda" else most)
 
 
-def machine_of(settings: EngineSettings, device: torch.device) -> str:
-    """Return the name under which costs are saved: GPU and number of GPUs, or CPU and threads."""
-    name, size = f"{platform.machine()} {torch.get_num_threads()} threads", settings.tensor_parallel
+def machine_of(settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the name under which costs are saved: GPUs, or CPU, its threads and type."""
+    size, computing = settings.tensor_parallel, str(dtype).removeprefix("torch.")
+    name = f"{platform.machine()} {torch.get_num_threads()} threads {computing}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return name if size == 1 else f"{name} x{size}"

@@ -125,6 +125,7 @@ class CostModel:
     # Least of a step with prompt tokens that no graph covers: the host launches one by one.
     uncaptured_seconds: float = 0.0
     measured: bool = False  # or an estimate
+    lone_rows: int = 0  # rows of a step up to which more than one thread gains a CPU too little
     error: float | None = None  # median relative error over the points of the fit
 
     def step(self, s: StepShape) -> float:
@@ -203,6 +204,7 @@ class CostModel:
         loads: Sequence[tuple[int, float]] = (),
         captured_rows: tuple[int, ...] = (),
         uncaptured_seconds: float = 0.0,
+        lone_rows: int = 0,
     ) -> CostModel:
         """Fit a cost model to measurements, by non-negative least squares of the relative errors.
 
@@ -232,6 +234,7 @@ class CostModel:
             load_seconds=_line(loads, self.load_seconds),
             captured_rows=captured_rows,
             uncaptured_seconds=uncaptured_seconds,
+            lone_rows=lone_rows,
             measured=True,
         )
         errors = [abs(fitted.step(s) / t - 1) for s, t in points]

@@ -210,7 +210,9 @@ def test_costs_are_measured_once(base, adapters, tmp_path, quick):
     finish(engine)
     profile.ensure_costs(engine)
     assert engine.cost.measured and engine.policy is not before
-    assert load_or_estimate(tmp_path, machine_of(engine.settings, engine.device), base).measured
+    assert load_or_estimate(
+        tmp_path, machine_of(engine.settings, engine.device, torch.float32), base
+    ).measured
     stats, measured = engine.stats(), engine.cost
     assert (stats.switches, stats.merged_adapter, stats.pages_kv) == (0, None, 0)
     profile.ensure_costs(engine)

@@ -171,7 +171,7 @@ async def fused(options, manifest, way, chosen, images):
     base = manifest["base"]["id"]
     settings = EngineSettings(
         base=base, device=options.device, dtype=options.dtype, image_cache_bytes=0,
-        prefix_cache=False, profile=False,
+        prefix_cache=False,
     )  # fmt: skip
     engine, number = await start_engine(settings), 0
 

@@ -55,8 +55,10 @@ def ensure_costs(engine: Engine) -> None:
 
 
 def lacks_costs(engine: Engine) -> bool:
-    """Whether the costs of this machine should be measured."""
-    return engine.settings.profile and not engine.cost.measured
+    """Whether the costs of this machine should be measured, if only for those of adapters."""
+    cost = engine.cost
+    known = cost.measured and (cost.lora_known or not engine.registry.known())
+    return engine.settings.profile and not known
 
 
 def adopt(engine: Engine, costs: CostModel) -> None:
@@ -158,6 +160,7 @@ class Profiler:
             captured_rows=captured,
             uncaptured_seconds=uncaptured,
             lone_rows=engine.runner.lone_rows,
+            lora_known=bool(engine.adapters.resident),
         )
 
 

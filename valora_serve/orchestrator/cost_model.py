@@ -125,6 +125,7 @@ class CostModel:
     # Least of a step with prompt tokens that no graph covers: the host launches one by one.
     uncaptured_seconds: float = 0.0
     measured: bool = False  # or an estimate
+    lora_known: bool = False  # whether there were adapters to measure
     lone_rows: int = 0  # rows of a step up to which more than one thread gains a CPU too little
     error: float | None = None  # median relative error over the points of the fit
 
@@ -205,6 +206,7 @@ class CostModel:
         captured_rows: tuple[int, ...] = (),
         uncaptured_seconds: float = 0.0,
         lone_rows: int = 0,
+        lora_known: bool = False,
     ) -> CostModel:
         """Fit a cost model to measurements, by non-negative least squares of the relative errors.
 
@@ -236,6 +238,7 @@ class CostModel:
             uncaptured_seconds=uncaptured_seconds,
             lone_rows=lone_rows,
             measured=True,
+            lora_known=lora_known,
         )
         errors = [abs(fitted.step(s) / t - 1) for s, t in points]
         return replace(fitted, error=float(np.median(errors)) if errors else None)

@@ -198,6 +198,7 @@ async def fused(options, manifest, way, chosen, images):
 
     try:
         await engine.load_bundle(folder)
+        await engine.warm_up()
         speed = await timed(options, answer, images)
     finally:
         await engine.close()

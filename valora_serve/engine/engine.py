@@ -245,7 +245,7 @@ class Engine:
         self._text_of = functools.cache(partial(text_and_bytes, self._preprocessing.tokenizer))
         machine = sizing.machine_of(settings, self.device, lmm.dtype)
         self.cost = cost_model or load_or_estimate(sizing.cost_folder(settings), machine, lmm.base)
-        self.use(self.cost)
+        self.policy = make_policy(settings.policy, self.cost, settings.deciding)
         path = settings.decision_trace
         try:
             self._trace_file = Path(path).open("a") if path else None  # noqa: SIM115
@@ -315,7 +315,7 @@ class Engine:
 
     def use(self, cost_model: CostModel) -> None:
         """Decide with another cost model from now on."""
-        self.cost, self.runner.lone_rows = cost_model, cost_model.lone_rows
+        self.cost = cost_model
         self.policy = make_policy(self.settings.policy, cost_model, self.settings.deciding)
 
     def _weights_changed(self, language: bool) -> None:

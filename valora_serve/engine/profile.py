@@ -30,9 +30,6 @@ PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS = (1, 8, 32), (32,), (64, 256)
 """The same for a CPU, where a start should not wait for more."""
 
-LONE_TOKENS, LONE_SHARE = (64, 128, 256), 0.8
-"""Prompt tokens that one thread may compute as well, and the share of its time that is faster."""
-
 ADAPTERS, LOAD_WAIT = 16, 5.0
 """Most adapters to load for the measurement, and most seconds to wait for each."""
 
@@ -131,9 +128,6 @@ class Profiler:
                 _merge(engine, merged)
                 uncaptured = _time(engine, works)
             yield None
-        if not self._points:
-            _find_lone_rows(engine)
-            yield None
         for shape, works, merged in _steps(engine):
             if self._spent > self._seconds:
                 break
@@ -159,24 +153,8 @@ class Profiler:
             loads=self._loads,
             captured_rows=captured,
             uncaptured_seconds=uncaptured,
-            lone_rows=engine.runner.lone_rows,
             lora_known=bool(engine.adapters.resident),
         )
-
-
-def _find_lone_rows(engine: Engine) -> None:
-    """Let one thread compute the steps of a CPU that more threads do not make a fifth faster."""
-    runner = engine.runner
-    runner.lone_rows = 0
-    if engine.device.type != "cpu" or torch.get_num_threads() == 1:
-        return
-    for tokens in LONE_TOKENS:
-        for _, works, _ in _shape(engine, Mode.UNMERGED, None, 0, [(0, tokens)]):
-            together = _time(engine, works)
-            before, runner.lone_rows = runner.lone_rows, tokens
-            if together < LONE_SHARE * _time(engine, works):
-                runner.lone_rows = before
-                return
 
 
 def _mergeable(engine: Engine) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -107,8 +106,6 @@ class ModelRunner:
         self._interrupted = False
         # Called in another thread once `adopt` may have something to do.
         self.on_compiled: Callable[[], None] = lambda: None
-        # Rows up to which one thread of a CPU computes: several wait for the last one of them.
-        self.lone_rows = 0
         # Whether any adapter was registered; until then no graph with LoRA is captured.
         self.has_lora = False
 
@@ -124,22 +121,10 @@ class ModelRunner:
         """Enqueue a step of different requests; `merged` is the merged slot, or `NONE`."""
         terms = LoraTerms.of(works, merged)
         graph = self._decode_graphs.find(works, terms)
-        with torch.inference_mode(), self._threads(sum(work.count for work in works)):
+        with torch.inference_mode():
             if graph is not None:
                 return self._replay(graph, works, terms)
             return self._eager(works, terms)
-
-    @contextmanager
-    def _threads(self, rows: int) -> Iterator[None]:
-        if rows > self.lone_rows:
-            yield
-            return
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
 
     def _replay(
         self, graph: DecodeGraph, works: Sequence[Work], terms: LoraTerms | None
@@ -546,7 +531,7 @@ class ModelRunner:
                 terms.fill(batches[rows], self._adapters)
             return batches[rows]
 
-        with torch.inference_mode(), self._threads(sum(len(one.at) for one in visuals)):
+        with torch.inference_mode():
             if (own == NONE).all():
                 found = self._vision_graphs.encode(visuals)
                 return self._lmm.encode(visuals) if found is None else found

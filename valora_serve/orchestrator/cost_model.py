@@ -126,7 +126,6 @@ class CostModel:
     uncaptured_seconds: float = 0.0
     measured: bool = False  # or an estimate
     lora_known: bool = False  # whether there were adapters to measure
-    lone_rows: int = 0  # rows of a step up to which more than one thread gains a CPU too little
     error: float | None = None  # median relative error over the points of the fit
 
     def step(self, s: StepShape) -> float:
@@ -205,7 +204,6 @@ class CostModel:
         loads: Sequence[tuple[int, float]] = (),
         captured_rows: tuple[int, ...] = (),
         uncaptured_seconds: float = 0.0,
-        lone_rows: int = 0,
         lora_known: bool = False,
     ) -> CostModel:
         """Fit a cost model to measurements, by non-negative least squares of the relative errors.
@@ -236,7 +234,6 @@ class CostModel:
             load_seconds=_line(loads, self.load_seconds),
             captured_rows=captured_rows,
             uncaptured_seconds=uncaptured_seconds,
-            lone_rows=lone_rows,
             measured=True,
             lora_known=lora_known,
         )

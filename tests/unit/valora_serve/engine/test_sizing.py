@@ -73,15 +73,15 @@ def test_pages_take_what_the_gpu_has_left(monkeypatch, mergeable, pristine, copi
     ("device", "variable", "cores", "before", "after"),
     [
         ("cuda", "", 64, 64, 6), ("cuda", "", 64, 4, 4), ("cuda", "", 2, 64, 2),
-        ("cuda", "12", 2, 12, 12), ("cpu", "", 64, 64, 64), ("cpu", "", 8, 64, 8),
-        ("cpu", "", 8, 4, 4), ("cpu", "3", 1, 3, 3),
+        ("cuda", "12", 2, 12, 12), ("cpu", "", 64, 64, 63), ("cpu", "", 8, 64, 7),
+        ("cpu", "", 8, 4, 4), ("cpu", "", 1, 4, 1), ("cpu", "3", 1, 3, 3),
     ],
 )  # fmt: skip
 def test_threads_of_operators_on_the_host(
     monkeypatch,
     device, variable, cores, before, after,
 ):  # fmt: skip
-    """Few beside a GPU, and no more than the process has cores; the variable decides if set."""
+    """Few beside a GPU, all cores but one of a CPU; the variable decides if it is set."""
     threads = [before]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.__setitem__(0, count))

@@ -23,7 +23,7 @@ from valora_serve.errors import ServeError
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Mode
 
-VERSION = 5
+VERSION = 6
 
 
 class CostModelError(ServeError):

@@ -24,7 +24,6 @@ import torch
 
 from valora_data.contract.quantized import NF4
 from valora_data.contract.results import HeadResult
-from valora_data.cpu import cpu_multiplies_bfloat16
 from valora_kernels.operators import operator
 from valora_serve import errors
 from valora_serve.catalogue.store import Store
@@ -260,8 +259,7 @@ class Engine:
         packed = settings.quantize == NF4_PACKED
         quantize = NF4 if packed or settings.quantize == NF4 else None
         device = group.device if group else sizing.find_device(settings)
-        fast = device.type == "cuda" or cpu_multiplies_bfloat16()
-        dtype = "bfloat16" if fast else "float32"
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
         dtype = dtype if settings.dtype == "auto" else settings.dtype
         return Lmm.load(
             settings.base, getattr(torch, dtype), device, quantize,

@@ -59,8 +59,9 @@ def prepare(schema: Any, *, strict: bool = False) -> Any:
         _tighten(node)
     if strict and not any(map(_together, nodes)):
         for node in nodes:
-            is_object = "properties" in node or "object" in str(node.get("type"))
-            if is_object and not node.keys() & _JOINED:
+            kinds = node.get("type")
+            kinds = kinds if isinstance(kinds, list) else [kinds]
+            if ("properties" in node or "object" in kinds) and not node.keys() & _JOINED:
                 node.setdefault("additionalProperties", False)
     return made
 
@@ -68,7 +69,8 @@ def prepare(schema: Any, *, strict: bool = False) -> Any:
 def _together(node: dict[str, Any]) -> bool:
     """Whether several schemas name the properties of one object."""
     joined = node.keys() & _JOINED
-    return len(joined) + ("properties" in node) > 1 <= len(joined) or len(node.get("allOf", ())) > 1
+    several = len(joined) > 1 or len(node.get("allOf", ())) > 1
+    return several or bool(joined and "properties" in node)
 
 
 def _tighten(node: dict[str, Any]) -> None:

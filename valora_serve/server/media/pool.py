@@ -8,6 +8,7 @@ import logging
 import mmap
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -114,12 +115,13 @@ class DecodePool:
                 if job.stopped:
                     job.task.cancel()
                 return job.task.result()
-            except TimeoutError as error:
-                raise ImageError(
-                    f"The {job.what} takes longer than {job.limits.seconds:g} s to decode: send a "
-                    "smaller or simpler one"
-                ) from error
-            except ProcessExpired as error:
+            except (TimeoutError, ProcessExpired) as error:
+                # -SIGALRM: the process ended itself, as the thread that watches limits was late
+                if getattr(error, "exitcode", -signal.SIGALRM) == -signal.SIGALRM:
+                    raise ImageError(
+                        f"The {job.what} takes longer than {job.limits.seconds:g} s to decode: "
+                        "send a smaller or simpler one"
+                    ) from error
                 log.warning("decoding %s ended its process: %s", job.what, error)
                 raise ImageError(
                     f"The {job.what} cannot be decoded, its decoder gave up: send it in another "

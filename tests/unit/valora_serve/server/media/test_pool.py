@@ -123,6 +123,13 @@ def test_a_decode_that_takes_too_long_holds_no_place(pool, slow):
     assert time.monotonic() - began < 20
 
 
+def test_a_process_that_nobody_stops_in_time_ends_itself(pool, slow, monkeypatch):
+    schedule = pool._schedule
+    monkeypatch.setattr(pool, "_schedule", lambda function, _, *rest: schedule(function, 60, *rest))
+    [error] = decoded(pool, job(slow, seconds(0.1)))
+    assert "longer than 0.1 s to decode" in str(error)
+
+
 def test_waiting_is_limited(pool, slow):
     limits = seconds(0.8)
     began = time.monotonic()

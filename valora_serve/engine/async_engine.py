@@ -21,7 +21,7 @@ from valora_serve.catalogue.contexts import write_context
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
 from valora_serve.engine.sequence import Prepared
-from valora_serve.errors import RequestError, ServeError, StoppedError
+from valora_serve.errors import RequestError, ServeError, StoppedError, UnknownModelError
 from valora_serve.types import (
     EngineStats,
     Finish,
@@ -282,9 +282,15 @@ class AsyncEngine:
                 self._call(partial(self._abandon, key))
 
     async def _begin(
-        self, mine: Set[str], prepare: Callable[[], Mapping[str, Prepared | ServeError]]
+        self,
+        mine: Set[str],
+        prepare: Callable[[], Mapping[str, Prepared | ServeError]],
+        attempts: int = 3,
     ) -> dict[str, ServeError]:
-        """Prepare requests and put them in the queue; return why some cannot be, by id."""
+        """Prepare requests and put them in the queue; return why some cannot be, by id.
+
+        They are prepared again if what they name was replaced meanwhile.
+        """
         stopped = self._failed
         if self._draining:
             stopped = stopped or "the server is shutting down: ask another one"
@@ -299,7 +305,12 @@ class AsyncEngine:
         except Exception as error:
             log.exception("requests %s", ", ".join(mine))
             return {key: ServeError(f"request {key} failed: {error}") for key in mine}
-        return {key: one for key, one in found.items() if isinstance(one, ServeError)} | refused
+        old = {key for key, one in refused.items() if isinstance(one, UnknownModelError)}
+        wrong = {key: one for key, one in found.items() if isinstance(one, ServeError)} | refused
+        if not old or attempts == 1:
+            return wrong
+        again = await self._begin(old, prepare, attempts - 1)
+        return {key: one for key, one in wrong.items() if key in mine - old} | again
 
     def _abandon(self, request_id: str) -> None:
         if not self._engine.cancel(request_id):

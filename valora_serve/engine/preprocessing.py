@@ -14,7 +14,7 @@ from valora_serve.engine.adapter_registry import AdapterRegistry
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.errors import RequestError, TooLongError
+from valora_serve.errors import RequestError, TooLongError, UnknownModelError
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import EMBEDDING, check_visual
 from valora_serve.model.lmm import Lmm
@@ -83,7 +83,7 @@ class Preprocessing:
         adapters = {self._registry.key(adapter): weight for adapter, weight in target.terms}
         for key in adapters:
             if key not in self._adapters:
-                raise RequestError(f"{key.rpartition('#')[0]} was unloaded: ask again")
+                raise UnknownModelError(f"{key.rpartition('#')[0]} was unloaded: ask again")
             if key in self._adapters.quarantined:
                 raise self._registry.quarantined(key)
         adapter_pages = self._adapter_pages(adapters)
@@ -182,7 +182,7 @@ class Preprocessing:
             return None
         key = self._registry.prefix_key(context)
         if key not in self._prefixes:
-            raise RequestError(f"context {context.name} was deleted: make it again")
+            raise UnknownModelError(f"context {context.name} was deleted: make it again")
         return key
 
     def _client(self, request: Request, model: ServedModel, adapter: str | None) -> str | None:

@@ -25,7 +25,7 @@ from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import LANGUAGE, MLP
 from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
-from valora_serve.errors import AdapterError, RequestError
+from valora_serve.errors import AdapterError, RequestError, UnknownModelError
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Mode, Request, SamplingParams
@@ -215,7 +215,7 @@ def test_a_context_may_be_forgotten_while_it_is_read(base, bundle, reference):
     assert len(engine.prefixes) == 2  # those that are read
     check(finish(engine, found), [first, second], reference)
     assert len(engine.prefixes) == 0
-    with pytest.raises(RequestError, match=r"^context whole was deleted: make it again$"):
+    with pytest.raises(UnknownModelError, match=r"^context whole was deleted: make it again$"):
         engine.add(late)
     assert_empty(engine)
 

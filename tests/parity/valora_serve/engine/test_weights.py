@@ -210,7 +210,7 @@ def test_wrong_weights(base, adapters, tmp_path, reference):
         one.add(one.prepare(replace(question("q"), adapters=PAIR)))
     prepared = one.prepare(replace(question("q"), adapters=PAIR))
     one.registry.unregister("adapter", "mlp")
-    with pytest.raises(RequestError, match="mlp was unloaded"):
+    with pytest.raises(UnknownModelError, match="mlp was unloaded"):
         one.add(prepared)
 
 

@@ -95,6 +95,35 @@ def test_errors_come_as_outputs(base, adapters):
     served(base, adapters, body)
 
 
+def test_what_is_replaced_while_a_request_is_prepared_is_prepared_again(
+    base, adapters, reference, monkeypatch
+):
+    """Beside another that needs no second preparation; what is gone for good is told so."""
+    inner = make_engine(base, {"a": adapters["a"]})
+    replacing, add_all = [adapters["c"], adapters["b"]], inner.add_all
+    monkeypatch.setattr(inner, "add_all", lambda ready: change() or add_all(ready))
+
+    def change():
+        if replacing:
+            inner.registry.unregister("adapter", "a")
+            if (folder := replacing.pop(0)) is not None:
+                inner.registry.register(*inner.registry.read(folder, "a"))
+
+    async def body(engine):
+        mine = question("mine", "a")
+        other = replace(mine, id="other", model=None)
+        found = {}
+        async for output in engine.generate(replace(mine, also=(other,))):
+            collect([output], found)
+        assert found["mine"].tokens == reference(replace(mine, model="b")).tokens
+        assert found["other"].tokens == reference(other).tokens
+        replacing.append(None)
+        got = await outputs_of(engine, mine)
+        assert isinstance(got.error, UnknownModelError)
+
+    with_client(inner, body)
+
+
 def test_closing_the_iterator_cancels(base, adapters):
     async def body(engine, inner):
         long = question("long", "a", tokens=500)

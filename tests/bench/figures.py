@@ -5,7 +5,8 @@
 
 A run keeps the tables that its command prints in ``docs/figures/NAME.json``, with command, commit,
 date, machine and versions. A page has a table between ``<!-- figure NAME TABLE: COLUMNS -->`` and
-``<!-- end -->``: the number of the table, from 0, and the columns to show (all without).
+``<!-- end -->``: the number of the table, from 0, and the columns to show (all without). What has
+no file yet stays as it is.
 """
 
 import argparse
@@ -24,6 +25,8 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "figures"
 SERVE = "tests.bench.valora_serve"
 COSTS = "--costs docs/costs/nvidia-h200-7b.json"
+CONTEXTS = "tests.bench.valora_train.bench_context_ways --tokens 32"
+DOCUMENTS = "task.only=[ledger_1,ledger_2,ledger_3,ledger_4]"
 BLOCK = re.compile(r"<!-- figure ([\w-]+) (\d+)(?:: (.*?))? -->\n.*?<!-- end -->", re.DOTALL)
 PACKAGES = ("torch", "triton", "transformers", "peft", "ray", "ultralytics")
 
@@ -44,6 +47,9 @@ FIGURES = {
     "slo": Figure(f"{SERVE}.bench_serve slo --window 4", 1),
     "ablation": Figure(f"{SERVE}.bench_serve ablation --window 4", 1),
     "peft": Figure(f"{SERVE}.bench_serve peft", 1),
+    "fp8": Figure(f"{SERVE}.bench_serve decode prefill --batches 1 32 --quantize fp8", 1),
+    "nf4": Figure(f"{SERVE}.bench_serve decode prefill --batches 1 32 --quantize nf4_packed", 1),
+    "documents": Figure(f"{SERVE}.bench_contexts documents --requests 500 --prompt-requests 48", 1),
     "systems": Figure(f"{SERVE}.bench_serve systems", 1),
     "systems-qwen": Figure(
         f"{SERVE}.bench_serve systems --base qwen2.5-vl-7b --systems dlora slora valora ours", 1
@@ -55,6 +61,7 @@ FIGURES = {
     "kernels": Figure("tests.bench.valora_kernels.bench_atmm", 1),
     "operators": Figure("tests.bench.valora_kernels.bench_operators", 1),
     "training": Figure("tests.bench.valora_train.bench_train", 1),
+    "four-bits": Figure("tests.bench.valora_train.bench_fuse --limit 16", 1),
     "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel", 2),
     "replicas": Figure(
         f"{SERVE}.bench_replicas throughput --base llava-7b --seconds 24 --clients 128 --senders 8",
@@ -63,11 +70,27 @@ FIGURES = {
     "http": Figure(f"{SERVE}.bench_http"),
     "shelf": Figure(f"{SERVE}.bench_shelf --seconds 3"),
     "tasks": Figure("tests.bench.valora_train.bench_tasks"),
+    "oracles": Figure("tests.bench.valora_train.bench_oracle"),
+    "contexts": Figure(
+        f"{CONTEXTS} --methods question_alone truncated bm25 next_token adapter memory_tokens "
+        f"memory_tokens_adapter prefix -- {DOCUMENTS}"
+    ),
+    "contexts-paper": Figure(
+        f"{CONTEXTS} --methods paper paper_no_reconstruction -- {DOCUMENTS} train.steps=400"
+    ),
     "sim-gpus": Figure(
         "valora_serve.workloads.cli --workload retrieval --rates 60 --per-replica "
         f"--replicas 1 2 4 --duration 60 --policies cost {COSTS}"
     ),
+    "sim-policies": Figure(
+        "valora_serve.workloads.cli --workload poisson --rates 10 32 48 --skews 0.2 0.6 0.9 "
+        f"--duration 6 --policies cost valora unmerge_only dlora merge_only {COSTS}"
+    ),
     "sim-slora": Figure(f"{SERVE}.sim_slora"),
+    "sim-azure": Figure(
+        "valora_serve.workloads.cli --trace .valora/AzureLLMInferenceTrace_conv.csv --rates 3 5 "
+        f"--adapters 100 --slots 32 --policies cost slora {COSTS}"
+    ),
     "sim-routers": Figure(
         f"{SERVE}.dlora_migration --replicas 4 --router affinity random least dlora --workload "
         f"slora --adapters 200 --slots 32 --rates 40 60 80 --duration 60 {COSTS}"
@@ -81,9 +104,11 @@ def tables(printed):
     for line in printed.splitlines():
         cells = [one.strip() for one in re.split("[|│┃]", line.strip())[1:-1]]
         if not cells:
-            ruled = line.strip() and set(line.strip()) <= set("━─┏┓┡┩├┤┼╇╈┳┻└┘┴┌┐┬╞╡╪═")
-            if line.strip() and not ruled:
-                title, open_ = line.strip(" #"), False
+            if not set(line.strip()) <= set("━─┏┓┡┩├┤┼╇╈┳┻└┘┴┌┐┬╞╡╪═"):
+                title = line.strip(" #")
+            elif line.strip():
+                continue  # a rule between rows
+            open_ = False
         elif set("".join(cells)) <= {"-", ":"}:  # below the head
             continue
         elif not open_ or "┃" in line:
@@ -100,9 +125,23 @@ def shown(figure, number, columns):
     head = [one.strip() for one in columns.split(";")] if columns else table["head"]
     places = [table["head"].index(name) for name in head]
     rows = [head, ["---"] * len(head), *([row[at] for at in places] for row in table["rows"])]
-    lines = [f"| {' | '.join(row)} |" for row in rows]
+    lines = [f"| {' | '.join(map(_plain, row))} |" for row in rows]
     caption = f"{figure['machine']}, {figure['date']}, commit {figure['commit']}"
     return "\n".join([*lines, "", f"{caption}, `make bench ARGS={figure['name']}`."])
+
+
+def waits(name, number):
+    """Whether a table has not been measured yet."""
+    return not (FOLDER / f"{name}.json").is_file() or number >= len(_figure(name)["tables"])
+
+
+def _figure(name):
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _plain(cell):
+    """A cell with 4.43e+04 as 44,300."""
+    return re.sub(r"\d(\.\d+)?e\+\d+", lambda one: f"{float(one[0]):,.0f}", cell)
 
 
 def written(text):
@@ -110,8 +149,9 @@ def written(text):
 
     def block(found):
         name, number, columns = found.groups()
-        figure = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-        body = shown(figure, int(number), columns)
+        if waits(name, int(number)):
+            return found[0]
+        body = shown(_figure(name), int(number), columns)
         return f"{found[0].partition('-->')[0]}-->\n{body}\n<!-- end -->"
 
     return BLOCK.sub(block, text)
@@ -181,7 +221,7 @@ def main(given=None):
     if unknown := set(found.names) - {*FIGURES}:
         parser.error(f"there is no figure {sorted(unknown)[0]}: name one of {', '.join(FIGURES)}")
     failed = run(found.names) if found.action == "run" else 0
-    for page in ROOT.glob("docs/**/*.md"):
+    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
         text = page.read_text(encoding="utf-8")
         if (new := written(text)) != text:
             page.write_text(new, encoding="utf-8")

@@ -342,6 +342,20 @@ def report(results: list[Result], lines: list[str]) -> None:
     ]
 
 
+def by_rows(results: list[Result], lines: list[str]) -> None:
+    """Write rank 64 of the grid by rows and adapters, beside the fastest times of others."""
+    cells = {
+        (r.case.rows, len(r.case.ranks)): f"{r.ours:.1f} ({r.ours / r.case.earlier_us:.2f})"
+        for r in results
+        if set(r.case.ranks) == {64} and r.case.earlier_us is not None
+    }
+    counts = sorted({count for _, count in cells})
+    lines += ["", f"| rows | {' | '.join(map(str, counts))} |", "|---" * (1 + len(counts)) + "|"]
+    for rows in sorted({rows for rows, _ in cells}):
+        found = (cells.get((rows, count), "") for count in counts)
+        lines.append(f"| {rows} | {' | '.join(found)} |")
+
+
 def against_earlier(results: list[Result], lines: list[str]) -> None:
     """Say how we compare with what others took earlier on an H200; no part of the table."""
     ratios = [r.ours / r.case.earlier_us for r in results if r.case.earlier_us is not None]
@@ -442,7 +456,6 @@ def layer_totals(lines: list[str], repeats: int) -> list[dict[str, float | str]]
             f"| {rows} | {name} | {times['base']:.1f} | {times['chosen']:.1f} | **{ratio:.3f}** | "
             + " | ".join(f"{us:.1f}" for us in cells) + " |"
         )  # fmt: skip
-        print(lines[-1], flush=True)
         del work, calls
         torch.cuda.empty_cache()
     return found
@@ -579,6 +592,8 @@ def main() -> None:
     if not args.no_peers:
         lines.append(f"Others: {versions()}.")
     data: dict[str, object] = {"cases": [asdict(r) for r in results]}
+    if "grid" in args.only:
+        by_rows(results, lines)
     for on_grid in (True, False):
         some = [r for r in results if (r.case.group == "grid") == on_grid]
         if some:

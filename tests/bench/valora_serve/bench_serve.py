@@ -33,7 +33,6 @@ from tests.bench.valora_serve.harness import (
 from tests.bench.valora_serve.pictures import SIZE
 from tests.bench.valora_serve.sections.ablation import PARTS, ablation
 from tests.bench.valora_serve.sections.domains import domains
-from tests.bench.valora_serve.sections.lone import lone
 from tests.bench.valora_serve.sections.multimodal import retrieval, video
 from tests.bench.valora_serve.sections.packed import packed
 from tests.bench.valora_serve.sections.populations import populations
@@ -247,12 +246,11 @@ def skew(bench):
             found_here[policy, rate, share] = m
             print(policy, rate, share, {k: round(v, 3) for k, v in m.items()},
                   "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
-    for (name, key), rate in product(
-        (("Average token latency (ms)", "atl"), ("SLO attainment", "slo")), bench.arguments.rate
-    ):
-        table(f"{name} at {rate:g} requests/s by share of one adapter",
-              ["policy", *(f"{s:.0%}" for s in shares)],
-              [[p, *(found_here[p, rate, s][key] for s in shares)] for p in policies])  # fmt: skip
+    for name, key in (("Average token latency, ms", "atl"), ("SLO attainment", "slo")):
+        table(f"{name}, by share of one adapter",
+              ["requests/s", "policy", *(f"{s:.0%}" for s in shares)],
+              [[f"{rate:g}", p, *(found_here[p, rate, s][key] for s in shares)]
+               for rate, p in product(bench.arguments.rate, policies)])  # fmt: skip
 
 
 def adapters(bench):
@@ -516,7 +514,6 @@ SECTIONS = {
         backends,
         kernels,
         prefill,
-        lone,
         throughput,
         arrivals,
         skew,

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from tests.bench.valora_train.context_table import COLUMNS, rows_of
 from tests.bench.valora_train.context_ways import METHODS, REFERENCE, Reader
@@ -24,7 +23,7 @@ from valora_data.contract.base_model import base_hash, processor_hash
 from valora_data.errors import ValoraError
 from valora_data.schema import Split, Task
 from valora_train.errors import SettingsError
-from valora_train.fusion.samples import LazyDomains, make_deterministic
+from valora_train.fusion.samples import make_deterministic
 from valora_train.model.lmm import Lmm
 from valora_train.reporting.progress import Display
 from valora_train.reporting.texts import markdown_table
@@ -103,8 +102,7 @@ def measure(
     found = read(folder) if (folder / RESULTS).is_file() else []
     done = {(one.method, one.size) for one in found}
     lmm = Lmm(settings.model, settings.train.lora)
-    inputs = {item.settings.name: item for item in domains}
-    data = LazyDomains(lambda name: inputs[name].load(settings, lmm))
+    data = {item.settings.name: item.load(settings, lmm) for item in domains}
     Reader(settings, lmm, data, lambda *_: None).check(max(size for _, size in asked))
     for name, size in asked:
         if (name, size) in done:
@@ -135,16 +133,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     overrides = ["task=context", *given.overrides]
     settings, domains = prepared(overrides)
     asked = asked_for(settings, given.methods, given.tokens)
-    display = Display(Console(width=160))
+    display = Display(Console(width=160, stderr=True))
     with display():
         stage = stage_of(settings, domains, asked)
         work = Path(settings.paths.work)
         folder, _ = stage.run(work, lambda out: measure(settings, domains, asked, out, display))
-    table = Table(*COLUMNS, title="Ways to answer about documents")
-    for row in rows_of(read(folder), METHODS, REFERENCE):
-        table.add_row(*row)
-    display.console.print(table)
-    print(folder / TABLE)
+    print((folder / TABLE).read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -23,11 +23,13 @@ import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from tests.bench.valora_serve.harness import table
 from tests.bench.valora_train.bench_train import checkpoint as llava_checkpoint
 from tests.support.lmm_checkpoints import (
     QWEN_TEMPLATE,
@@ -36,7 +38,6 @@ from tests.support.lmm_checkpoints import (
     _tokenizer,
     save_qwen2_5_vl,
 )
-from valora_data.cpu import usable_cores
 from valora_data.schema import Task
 from valora_data.sources.scenes.builtin import builtin_domain
 from valora_train.reporting.progress import Display
@@ -268,73 +269,7 @@ def serve(given: argparse.Namespace) -> dict[str, Any]:
     return {"golden": answered, "seconds": time.monotonic() - began, "gpu": gpu}
 
 
-def several(given: argparse.Namespace) -> dict[str, Any]:
-    """Two attempts in one pass of the base model, beside one after the other.
-
-    Forward and backward passes of a micro-batch for each of two adapters: in two passes, and in one
-    of twice the size whose halves take different adapters. Seconds for both attempts, the least of
-    some; also of the shipped model.
-    """
-    from functools import partial
-
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from PIL import Image
-
-    from valora_train.model.lmm import Lmm
-    from valora_train.model.prompts import Example
-
-    def pick(_: Any, args: Any, kwargs: Any, names: list[str]) -> Any:
-        return args, {**kwargs, "adapter_names": names}
-
-    def measure(model: ModelSettings, lora: LoraSettings, count: int) -> dict[str, float]:
-        lmm = Lmm(model, lora)
-        for name in ("one", "two"):
-            lmm.adapters.add(name, 0)
-        item = lmm.encode([Example("detect person", (Image.new("RGB", (96, 96)),))])[0]
-        layers = [one for one in lmm.model.modules() if isinstance(one, BaseTunerLayer)]
-        names = [*["one"] * count, *["two"] * count]
-
-        def passed(batch: int) -> None:
-            lmm.states([item] * batch).hidden.float().square().mean().backward()
-
-        def apart() -> None:
-            for name in ("one", "two"):
-                lmm.adapters.activate(name)
-                passed(count)
-
-        def together() -> None:
-            for name in ("one", "two"):
-                for weight in lmm.adapters.parameters(name).values():
-                    weight.requires_grad_(True)
-            hook = partial(pick, names=names)
-            hooks = [one.register_forward_pre_hook(hook, with_kwargs=True) for one in layers]
-            passed(2 * count)
-            for one in hooks:
-                one.remove()
-
-        least = {"apart": float("inf"), "together": float("inf")}
-        for _ in range(6):
-            for name, way in (("apart", apart), ("together", together)):
-                began = time.monotonic()
-                way()
-                if lmm.device.type == "cuda":
-                    torch.cuda.synchronize()
-                least[name] = min(least[name], time.monotonic() - began)
-        return {"tokens": item.length, "samples": count, **least}
-
-    settings = settings_of(given, given.base, given.folder)
-    torch.set_num_threads(settings.train.threads or usable_cores())
-    shipped = ModelSettings(device=settings.model.device)
-    return {
-        f"{given.shape}, {settings.train.micro_batch} each": measure(
-            settings.model, settings.train.lora, settings.train.micro_batch
-        ),
-        "tiny, 16 each": measure(shipped, LoraSettings(), 16),
-        "tiny, 4 each": measure(shipped, LoraSettings(), 4),
-    }
-
-
-PARTS = {"make": make, "run": run, "serve": serve, "several": several}
+PARTS = {"make": make, "run": run, "serve": serve}
 
 
 def start(part: str, given: argparse.Namespace) -> dict[str, Any]:
@@ -369,7 +304,7 @@ def _silence_libraries() -> None:
 
 
 def main() -> None:
-    """Run every part for every shape and precision; `--out` writes the figures as JSON, too."""
+    """Run every part for every shape and precision, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--shape", nargs="+", default=["llava"], choices=SHAPES)
@@ -381,7 +316,6 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="where the checkpoint is, or goes")
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if given.part:
         _silence_libraries()
@@ -389,7 +323,7 @@ def main() -> None:
         found = PARTS[given.part](given)
         (given.folder / f"{given.part}.json").write_text(json.dumps(found))
         return
-    figures: dict[str, Any] = {}
+    rows = []
     for shape in given.shape:
         with tempfile.TemporaryDirectory() as place:
             base = given.base or Path(place) / "base"
@@ -405,11 +339,13 @@ def main() -> None:
                     if part in given.skip or (part == "make" and base.is_dir()):
                         continue
                     found[part] = start(part, one)
-                figures[f"{shape} {quantize}"] = found
-                for name in ("run", "serve", "several"):
-                    print(name, json.dumps(found.get(name, {})), flush=True)
-                if given.out:
-                    given.out.write_text(json.dumps(figures, indent=1))
+                print(json.dumps(found), flush=True)
+                if ran := found.get("run", {}).get("attempts"):
+                    seconds = fmean(one["seconds"] for one in ran)
+                    memory = found["run"]["gpu"] / 1e9
+                    rows.append([f"{shape}, {quantize}", seconds, found["run"]["process"], memory])
+    table("The factory on a 7B shape with random weights: three domains, one rolled back",
+          ["weights", "mean attempt, s", "whole run, s", "GPU memory, GB"], rows)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Oracle tables, played: the fewest adapters, and how close each strategy comes.
 
 `python -m tests.bench.valora_train.bench_oracle task=vqa` plays the strategies on the table of a
-task in `oracles/` (`--table FILE` for another one). `--train` trains every group of the domains
-first and writes the table; with `--largest 2` it trains pairs only, which prove a lower bound.
+task in `oracles/` (`--table FILE` for another one), without a task on all of them. `--train` trains
+every group of the domains first and writes the table; with `--largest 2` it trains pairs only,
+which prove a lower bound.
 """
 
 from __future__ import annotations
@@ -105,6 +106,27 @@ def share_rows(table: OracleTable) -> list[list]:
     return [row + row[-1:] * (len(SHARES) + 1 - len(row)) for row in rows]
 
 
+def all_tasks(vectors: int) -> None:
+    """Print the fewest adapters of every task, and how close the strategies come."""
+    tables = [OracleTable.read(file) for file in sorted(ORACLES.glob("*.json"))]
+    found = {one.task: {name: cells for name, *cells in share_rows(one)} for one in tables}
+    asked = {one.task: list(random_requirements(one, vectors, 0)) for one in tables}
+    optimal = {
+        one.task: {name: share for name, share, *_ in strategy_rows(one, asked[one.task])}
+        for one in tables
+    }
+    most = f"adapters (worst share on test) at {SHARES[-1]:.0%}"
+    for title, columns, rows in (
+        ("Fewest adapters (worst share on test)", ("task", *(f"{one:.0%}" for one in SHARES)),
+         [[task, *of["fewest"]] for task, of in found.items()]),
+        (most, ("strategy", *found),
+         [[name, *(of[name][-1] for of in found.values())] for name in ("fewest", *STRATEGIES)]),
+        ("Requirements at random for which a strategy finds the fewest", ("strategy", *found),
+         [[name, *(of[name] for of in optimal.values())] for name in STRATEGIES]),
+    ):  # fmt: skip
+        print("\n".join([f"## {title}", *markdown_table(columns, rows)]), flush=True)
+
+
 def train(given: argparse.Namespace) -> None:
     """Train the groups; write their table, or print the bound that the small ones prove."""
     from tests.bench.valora_train.trials import Trial, prepared, run_trials
@@ -146,7 +168,7 @@ def train(given: argparse.Namespace) -> None:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("overrides", nargs="+", help="settings of valora-train, such as task=vqa")
+    parser.add_argument("overrides", nargs="*", help="settings of valora-train, such as task=vqa")
     parser.add_argument("--table", type=Path, help="file of the table")
     parser.add_argument("--vectors", type=int, default=2000, help="random vectors of requirements")
     parser.add_argument("--train", action="store_true")
@@ -154,6 +176,9 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=0, help="domains of the largest groups")
     parser.add_argument("--processes", type=int, default=1)
     given = parser.parse_args()
+    if not given.overrides:
+        all_tasks(given.vectors)
+        return
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
         settings = from_config(compose("config", overrides=given.overrides))
     given.table = given.table or ORACLES / f"{settings.task.name}.json"

@@ -8,10 +8,9 @@ frozen weight of the language model. Needs a CUDA GPU; `--tiny` tries it anywher
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
+from tests.bench.valora_serve.harness import table
 from tests.bench.valora_serve.serve_models import llava_7b
 from tests.support.lmm_checkpoints import save_llava
 from valora_data.models.registry import architecture_of
@@ -31,17 +31,6 @@ from valora_train.settings import HeadSettings, LoraSettings, ModelSettings, Tra
 from valora_train.tasks.registry import make_task
 
 WORDS = tuple("red green blue star moon left right top small big the a of and one".split())  # noqa: SIM905
-
-
-@dataclass
-class Figure:
-    """One row of the table: seconds a step, tokens a second, share of the matrix rate, memory."""
-
-    name: str
-    step: float
-    tokens: float
-    mfu: float
-    gigabytes: float
 
 
 def samples(count: int, side: int) -> list[Sample]:
@@ -217,12 +206,11 @@ def matrix_rate(device: str, size: int) -> float:
 
 
 def main() -> None:
-    """Print the table; `--out` writes it as JSON, too."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--compiled", action="store_true", help="compiled layers, too")
-    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     device = "cpu" if given.tiny else "cuda"
     rate = matrix_rate(device, 512 if given.tiny else 8192)
@@ -234,14 +222,12 @@ def main() -> None:
         steps=given.steps, batch_size=16, micro_batch=4, group_by_length=True, lr=2e-4,
         lora=LoraSettings(rank=16, alpha=32),
     )  # fmt: skip
-    figures: list[Figure] = []
+    rows: list[list[object]] = []
 
     def add(name: str, step: float, tokens: float, weights: int) -> None:
         memory = torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else 0.0
-        figures.append(
-            Figure(name, step, tokens / step, 4 * weights * tokens / step / rate, memory)
-        )
-        print(asdict(figures[-1]), flush=True)
+        rows.append([name, step, tokens / step, 4 * weights * tokens / step / rate, memory])
+        print(rows[-1], flush=True)
         if device == "cuda":
             torch.cuda.empty_cache()
 
@@ -261,11 +247,8 @@ def main() -> None:
                 step = ours(folder, shape, run, data, True)[0]
                 add(f"ours, compiled; {label}", step, tokens, weights)
     print(f"matrix rate {rate / 1e12:.0f} TFLOP/s")
-    print(f"{'':44}{'s/step':>9}{'tokens/s':>10}{'MFU':>7}{'GB':>7}")
-    for row in figures:
-        print(f"{row.name:44}{row.step:9.3f}{row.tokens:10.0f}{row.mfu:7.3f}{row.gigabytes:7.1f}")
-    if given.out:
-        given.out.write_text(json.dumps([asdict(row) for row in figures], indent=1))
+    table("Training LoRA of rank 16, 16 samples a step",
+          ["way", "s per step", "tokens/s", "MFU", "GB"], rows)  # fmt: skip
 
 
 if __name__ == "__main__":

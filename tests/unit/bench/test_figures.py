@@ -39,6 +39,11 @@ def test_tables(printed: str) -> None:
     assert all(one["head"] == ["batch", "bare"] and one["rows"] == ROWS for one in found)
 
 
+def test_a_line_between_tables_ends_the_first() -> None:
+    found = figures.tables("| a |\n|---|\n| 1 |\n\n| b |\n|---|\n| 2 |\n")
+    assert [one["rows"] for one in found] == [[["1"]], [["2"]]]
+
+
 def test_a_page_gets_the_columns_that_it_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,3 +54,17 @@ def test_a_page_gets_the_columns_that_it_names(
     assert "| bare |\n| --- |\n| 4.05 |\n| 4.26 |\n\na GPU, 2026-01-01, commit abc" in new
     assert new.startswith("A\n") and new.endswith("<!-- end -->\nB\n")
     assert figures.written(new) == new
+    assert not figures.waits("decode", 0)
+
+
+def test_a_table_that_is_not_measured_stays() -> None:
+    page = "<!-- figure no-such 0 -->\n| old |\n<!-- end -->\n"
+    assert figures.waits("no-such", 0)
+    assert figures.written(page) == page
+
+
+def test_large_numbers_are_written_out() -> None:
+    facts = {"machine": "a", "date": "b", "commit": "c", "name": "d"}
+    table = {"head": ["tokens/s"], "rows": [["9.17e+03"], ["0.91 (4.4e+04)"]]}
+    shown = figures.shown(facts | {"tables": [table]}, 0, None)
+    assert "| 9,170 |\n| 0.91 (44,000) |" in shown

@@ -98,7 +98,7 @@ class Running:
         return replace(one, secret=self.gate.secret, revision=self.served.revision)
 
     def front(self, **headers):
-        told = json.dumps([["9.9.9.9", 5], ["127.0.0.1", 80], "http"])
+        told = json.dumps([["9.9.9.9", 5], ["127.0.0.1", 80], "http", True])
         return {"x-valora-front": f"{self.gate.secret} {told}",
                 "authorization": f"Bearer {SECRET}", **headers}  # fmt: skip
 

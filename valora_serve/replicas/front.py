@@ -19,12 +19,11 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 from starlette.requests import Request
-from starlette.responses import Response
 from yarl import URL
 
 from valora_data.errors import ValoraError
@@ -39,6 +38,7 @@ from valora_serve.server.bodies import LARGE_BYTES, Bodies
 from valora_serve.server.errors import error_answer, error_body
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.telemetry import logs
+from valora_serve.server.telemetry.adapter_states import STATES
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -61,6 +61,7 @@ _OWN = {b"date", FACTS}  # of answers, which uvicorn writes itself, or which are
 _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _NAMED = re.compile(rb'"(model|domains)"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")')
 _VISION = re.compile(r"/v1/vision/([^/]+)")
+Join = Callable[[Mapping[str, bytes]], bytes]  # makes one page of those of replicas, by name
 
 
 class _LostError(Exception):
@@ -135,9 +136,10 @@ class Front:
         if "transfer-encoding" in request.headers or int(length[:20] or 0) > LARGE_BYTES:
             self._keys.check(request.headers.get("authorization"))  # before it takes memory
         body = await self._bodies.read(request, Rules())
-        if request.scope["path"].removeprefix(self._settings.root_path) == "/metrics":
-            answer = await until_disconnect(request.receive, self._metrics(request))
-            await answer(request.scope, request.receive, send)
+        path = request.scope["path"].removeprefix(self._settings.root_path)
+        if (join := joining(f"{request.method} {path}")) is not None:
+            asking = self._ask_all(request, body, join, send, log)
+            await until_disconnect(request.receive, asking)
             return
         model, left = named(request, body), ATTEMPTS
         tried: list[Report] = []
@@ -175,14 +177,14 @@ class Front:
         note_sent(self._recent[best], adapter, self._slots)
         return self._replicas[best]
 
-    def _ask(self, one: Report, request: Request, body: bytes = b"") -> Any:
-        """Send a request to a replica; gives what aiohttp does."""
+    def _ask(self, one: Report, request: Request, body: bytes, *, counts: bool = True) -> Any:
+        """Send a request, which counts for rate limits or not; gives what aiohttp does."""
         scope = request.scope
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"] if name not in _HOP
         ]  # fmt: skip
-        told = json.dumps([scope.get("client"), scope.get("server"), scope["scheme"]])
+        told = json.dumps([scope.get("client"), scope.get("server"), scope["scheme"], counts])
         headers.append((FRONT.decode(), f"{one.secret} {told}"))
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
@@ -196,28 +198,20 @@ class Front:
         self, one: Report, request: Request, body: bytes, send: Send, log: dict[str, Any]
     ) -> None:
         """Have a replica answer, and pass the answer on as it comes."""
-        raw: dict[bytes, bytes] = {}
+        answer = None
         try:
             async with self._ask(one, request, body) as answer:
-                raw = {name.lower(): value for name, value in answer.raw_headers}
-                log |= json.loads(raw.get(FACTS, b"{}"))
-                logs.request_id.set(raw.get(b"x-request-id", b"").decode("latin-1") or None)
-                headers = [
-                    (name, value) for name, value in answer.raw_headers
-                    if (key := name.lower()) not in _OWN and (key not in _HOP or key == _LENGTH)
-                ]  # fmt: skip
-                start = {"type": "http.response.start", "status": answer.status}
-                await send({**start, "headers": headers})
+                await send(_start(answer, log))
                 async for piece in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body"})
         except _NO_CONNECTION:
             raise
         except (aiohttp.ClientError, ConnectionError) as error:
-            if not raw:
+            if answer is None:
                 raise _LostError(str(error) or type(error).__name__) from error
             logs.LOG.warning("replica %s died while it answered: %s", one.replica, error)
-            if b"event-stream" not in raw.get(b"content-type", b""):
+            if "event-stream" not in answer.headers.get("content-type", ""):
                 return  # uvicorn closes the connection, as the answer is not complete
             died = StoppedError(
                 "The replica that answered has died, after a part of the answer was sent: ask again"
@@ -226,24 +220,45 @@ class Front:
             last = b"\n\ndata: " + event + b"\n\ndata: [DONE]\n\n"
             await send({"type": "http.response.body", "body": last})
 
-    async def _metrics(self, request: Request) -> Response:
-        """The metrics of all replicas, each with its name as a label; or what one refuses with."""
+    async def _ask_all(
+        self, request: Request, body: bytes, join: Join, send: Send, log: dict[str, Any]
+    ) -> None:
+        """Answer with what all replicas say, as one, or with what one of them refuses with."""
+        first = next(iter(self._replicas), None)
 
-        async def page(one: Report) -> tuple[str, int, bytes, str | None] | None:
+        async def said(one: Report) -> tuple[str, Any, bytes] | None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
-                async with self._ask(one, request) as said:
-                    kind = said.headers.get("content-type")
-                    return one.replica, said.status, await said.read(), kind
+                counts = one.replica == first
+                async with self._ask(one, request, body, counts=counts) as answer:
+                    return one.replica, answer, await answer.read()
             return None
 
-        asked = await asyncio.gather(*map(page, self._replicas.values()))
-        pages = [one for one in asked if one is not None]
-        if not pages:
+        asked = await asyncio.gather(*map(said, self._replicas.values()))
+        answers = [one for one in asked if one is not None]
+        if not answers:
             raise StoppedError("No replica runs now: ask again in a moment")
-        _, status, body, kind = min(pages, key=lambda one: one[1] == 200)
-        if status == 200:
-            body = await asyncio.to_thread(merge, {name: text for name, _, text, _ in pages})
-        return Response(body, status, media_type=kind)
+        # What one of them does not know, another one may.
+        order = {404: 2, 200: 1}
+        _, answer, page = min(answers, key=lambda one: order.get(one[1].status, 0))
+        if answer.status == 200:
+            good = {name: page for name, answer, page in answers if answer.status == 200}
+            page = await asyncio.to_thread(join, good)
+        start = _start(answer, log)
+        headers = [pair for pair in start["headers"] if pair[0].lower() != _LENGTH]
+        await send({**start, "headers": [*headers, (_LENGTH, b"%d" % len(page))]})
+        await send({"type": "http.response.body", "body": page})
+
+
+def _start(answer: Any, log: dict[str, Any]) -> dict[str, Any]:
+    """The start of a replica's answer, as its client gets it; the log is told of the request."""
+    log |= json.loads(answer.headers.get(FACTS.decode(), "{}"))
+    log["request_id"] = answer.headers.get("x-request-id")
+    logs.request_id.set(log["request_id"])  # of this task
+    headers = [
+        (name, value) for name, value in answer.raw_headers
+        if (key := name.lower()) not in _OWN and (key not in _HOP or key == _LENGTH)
+    ]  # fmt: skip
+    return {"type": "http.response.start", "status": answer.status, "headers": headers}
 
 
 def named(request: Request, body: bytes) -> str | None:
@@ -261,6 +276,21 @@ def named(request: Request, body: bytes) -> str | None:
     with contextlib.suppress(ValueError):
         return cast("str", json.loads(values.get(b"model", values.get(b"domains", b"null"))))
     return None
+
+
+def joining(asked: str) -> Join | None:
+    """How all replicas' answers to a method and path become one, as each knows or has a part."""
+    if asked.startswith("GET /v1/models/") or asked == "POST /v1/unload_lora_adapter":
+        return lambda pages: next(iter(pages.values()))
+    return {"GET /metrics": merge, "GET /v1/models": listed}.get(asked)
+
+
+def listed(pages: Mapping[str, bytes]) -> bytes:
+    """Lists of models as one: each replica loads adapters on request for itself."""
+    cards = [card for page in pages.values() for card in json.loads(page)["data"]]
+    cards.sort(key=lambda card: STATES.index(card["state"] or "disk"))
+    found = {card["id"]: card for card in cards}  # in the best state that it has anywhere
+    return json.dumps({"object": "list", "data": list(found.values())}).encode()
 
 
 def merge(pages: Mapping[str, bytes]) -> bytes:

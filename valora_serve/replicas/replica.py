@@ -145,10 +145,10 @@ class Gate:
             await answer(scope, receive, send)
             return
         facts: dict[str, Any] = {}
-        client, server, scheme = json.loads(told)
+        client, server, scheme, counts = json.loads(told)
         inner = {
             **scope, "client": client and tuple(client), "server": server and tuple(server),
-            "scheme": scheme, "headers": headers, "state": {"facts": facts},
+            "scheme": scheme, "headers": headers, "state": {"facts": facts, "counts": counts},
         }  # fmt: skip
 
         async def sending(message: Message) -> None:

@@ -1,6 +1,7 @@
 """Replicas on Ray Serve as users run them: fronts, and real engines in processes of their own."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -62,6 +63,7 @@ until = partial(http_helpers.until, pause=0.25)  # a page of metrics takes time,
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
     make_adapter(folder / "new", "tiny", seed=7, rank=4)
+    make_adapter(folder / "found", "tiny", seed=8, rank=4)
     (folder / "bad").mkdir()
     (folder / "bad" / "adapter_config.json").write_text("{}")
     (folder / "bad" / "adapter_model.safetensors").write_bytes(b"none")
@@ -74,6 +76,7 @@ def replicated(sample_bundle, store, tmp_path_factory):
         sample_bundle, "--replicas", 2, "--max-replicas", 3, "--target-requests", TARGET,
         "--scale-out-seconds", 1, "--scale-in-seconds", 2, "--pages", 1000, "--api-key", SECRET,
         "--allow-runtime-loading", "--adapter-folder", store,
+        "--adapter-sources", store, "--adapter-allow", "found",
         cwd=tmp_path_factory.mktemp("replicas"),
     )  # fmt: skip
     try:
@@ -170,6 +173,33 @@ def test_adapters_are_loaded_and_unloaded_everywhere(replicated):
     assert replicated.chat("new").status_code == 404
     made = replicated.post("load_lora_adapter", lora_name="new", lora_path="new")
     assert made.status_code == 200  # for the replicas that start in later tests
+
+
+def test_an_adapter_that_requests_load_is_listed_and_unloaded_wherever_it_is(replicated):
+    def ask(number):  # the header sends it to this replica or that one
+        headers = HEADERS | {"x-valora-model": f"any-{number}"}
+        body = {"model": "found", "prompt": "x", "max_tokens": 1}
+        url = f"{replicated.url}/v1/completions"
+        assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+
+    def states():
+        url = f"{replicated.url}/v1/models"
+        cards = httpx.get(url, headers=HEADERS, timeout=60).json()["data"]
+        return {card["id"]: card["state"] for card in cards}
+
+    asked = itertools.count()
+    assert "found" not in states()
+    ask(next(asked))
+    until(lambda: set(replicated.metrics("adapters_known").values()) == {3.0, 4.0}, 60)
+    assert {states()["found"] for _ in range(8)} <= {"host", "device"}
+    until(
+        lambda: ask(next(asked)) or set(replicated.metrics("adapters_known").values()) == {4.0}, 60
+    )
+    for status in (200, 404):
+        gone = replicated.post("unload_lora_adapter", lora_name="found")
+        assert gone.status_code == status, gone.text
+    assert set(replicated.metrics("adapters_known").values()) == {3.0}
+    assert states()["found"] == "disk", "a request would load it again"
 
 
 def test_a_document_becomes_a_context_of_all_replicas(replicated, store):

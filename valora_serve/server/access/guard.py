@@ -105,7 +105,8 @@ class Guard:
         address = scope["client"][0] if scope.get("client") else ""
         with contextlib.suppress(ValueError):  # of IPv6 the /64, all of which a client may use
             address = str(ipaddress.IPv6Network(f"{address}/64", strict=False))
-        self.rates.take(f"key {key.name}" if key else f"address {address}", time.monotonic())
+        if scope.get("state", {}).get("counts", True):  # by one of several replicas
+            self.rates.take(f"key {key.name}" if key else f"address {address}", time.monotonic())
         if key and key.models and rules.tells_all:
             raise ForbiddenError(
                 f"Key {key.name} may not see all models, of which this tells: use a key without "

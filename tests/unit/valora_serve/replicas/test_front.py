@@ -101,8 +101,9 @@ def test_requests_and_answers_are_passed_on_as_they_are():
         assert headers["authorization"] == f"Bearer {KEY}"
         assert "te" not in headers
         secret, told = headers["x-valora-front"].split("secret ")
-        client, server, scheme = json.loads(told)
-        assert (secret, client[0], server[0], scheme) == ("its ", "127.0.0.1", "127.0.0.1", "http")
+        client, server, *more = json.loads(told)
+        assert (secret, client[0], server[0]) == ("its ", "127.0.0.1", "127.0.0.1")
+        assert more == ["http", True]
 
     run(case())
 
@@ -205,6 +206,42 @@ def test_where_the_model_is_named(path, headers, body, name):
     request = Request({"type": "http", "path": path, "headers": raw, "server": ("h", 1),
                        "scheme": "http", "query_string": b""})  # fmt: skip
     assert named(request, body) == name
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "one", "two", "found"),
+    [
+        ("GET", "/v1/models", [("t", None), ("a", "host"), ("b", "disk")],
+         [("t", None), ("a", "device"), ("c", "host")],
+         {"t": None, "a": "device", "b": "disk", "c": "host"}),
+        ("GET", "/v1/models/c", 404, 200, 200), ("GET", "/v1/models/c", 404, 404, 404),
+        ("POST", "/v1/unload_lora_adapter", 404, 200, 200),
+        ("POST", "/v1/unload_lora_adapter", 200, 500, 500),
+        ("POST", "/v1/unload_lora_adapter", 429, 200, 429),
+    ],
+)  # fmt: skip
+def test_what_each_replica_has_loaded_on_request(method, path, one, two, found):
+    """All are asked for it, and told to unload it."""
+
+    def page(said):
+        if isinstance(said, int):
+            return answer().replace(b"200 OK", b"%d So" % said)
+        data = [{"id": name, "state": state} for name, state in said]
+        return answer(json.dumps({"object": "list", "data": data}).encode())
+
+    async def case():
+        replicas = Replica(page(one)), Replica(page(two))
+        async with fronted(*replicas, None) as (client, _):
+            got = await client.request(method, path, content=b"x" * (method == "POST"))
+        if isinstance(found, int):
+            assert got.status_code == found
+        else:
+            assert {model["id"]: model["state"] for model in got.json()["data"]} == found
+        assert [one.bodies for one in replicas] == [[b"x" * (method == "POST")]] * 2
+        told = [one.heads[0][1]["x-valora-front"].split("secret ")[1] for one in replicas]
+        assert [json.loads(one)[3] for one in told] == [True, False], "rate limits count it once"
+
+    run(case())
 
 
 def test_metrics_of_all_replicas_are_one_page():

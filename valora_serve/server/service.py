@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -111,18 +112,38 @@ class Service:
         return self.admission.deadline(name, wanted)
 
     @contextlib.contextmanager
-    def admitted(self, model: ServedModel, requests: Sequence[Request]) -> Iterator[Ticket]:
-        """Context in which requests to a model count as admitted."""
+    def admitted(
+        self, asked: Sequence[tuple[ServedModel, Sequence[Request]]]
+    ) -> Iterator[dict[str, Ticket | ServeError]]:
+        """Context in which requests count as admitted; tickets by model, or why there is none.
+
+        The queue has room for all of them or takes none; each model has a deadline of its own.
+        """
         if not self.engine.healthy:
             raise StoppedError("The engine has stopped: see the server's log")
-        client, count, deadline = self._client(model), len(requests), requests[0].deadline
-        self.admission.enter(model.name, self.engine.stats().running, deadline, count, client)
-        ticket = Ticket(self.admission, model, client, count, time.monotonic())
+        now, running = time.monotonic(), self.engine.stats().running
+        made: dict[str, Ticket | ServeError] = {}
+        tickets = [Ticket(self.admission, model, self._client(model), len(requests), now)
+                   for model, requests in asked]  # fmt: skip
+        counts: Counter[str] = Counter()
+        for one in tickets:
+            counts[one.client] += one.left
+        for one, (model, requests) in zip(tickets, asked, strict=True):
+            due, own = requests[0].deadline, counts[one.client]
+            try:
+                self.admission.check(model.name, running, due, counts.total(), one.client, own)
+                made[model.name] = one
+            except ServeError as error:
+                made[model.name] = error
+        tickets = [one for one in tickets if made[one.model.name] is one]
+        for one in tickets:
+            self.admission.enter(one.left, one.client)
         try:
-            yield ticket
+            yield made
         finally:
-            while ticket.left:
-                ticket.leave(None)
+            for one in tickets:
+                while one.left:
+                    one.leave(None)
 
     def _client(self, model: ServedModel) -> str:
         """Who has a share of the machine for a request; "" if nobody has."""

@@ -126,17 +126,21 @@ class Admission:
         inside = self._clients.keys() | {client}
         return shares.get(client, 1.0) / sum(shares.get(one, 1.0) for one in inside)
 
-    def enter(
+    def check(
         self,
         model: str | None,
         running: int,
         deadline: float | None,
-        count: int = 1,
+        count: int,
         client: str = "",
+        own: int | None = None,
     ) -> None:
-        """Admit requests."""
+        """Refuse requests that come beside others, `count` together, `own` of them this client's.
+
+        All are checked before any enters: one request for several models fits as a whole or not.
+        """
         waiting = self.waiting(running)
-        inside = self._clients[client] + count
+        inside = self._clients[client] + (count if own is None else own)
         shared = self._shares is not None and inside <= self._most * self._part(client)
         if waiting + count > self._most * (2 if shared else 1):
             wait = min(LONGEST_RETRY, max(1.0, waiting * self._gap.value / 2))
@@ -151,9 +155,12 @@ class Admission:
             if late > 0:
                 raise OverloadedError(
                     f"The answer is expected after {expected:.2f} s, later than the deadline of "
-                    f"{deadline:g} s: try again in {math.ceil(late)} s, or allow more time",
+                    f"{deadline:.2f} s: try again in {math.ceil(late)} s, or allow more time",
                     min(LONGEST_RETRY, max(1.0, late)),
                 )
+
+    def enter(self, count: int = 1, client: str = "") -> None:
+        """Count requests that were checked."""
         self.inside += count
         self._clients[client] += count
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from PIL.Image import Image
 from starlette.requests import Request as HttpRequest
 
-from valora_serve.errors import DeadlineError, ImageError, RequestError, TooLongError
+from valora_serve.errors import DeadlineError, ImageError, RequestError, ServeError, TooLongError
 from valora_serve.server.access.guard import caller
 from valora_serve.server.api import schema
 from valora_serve.server.api.tools import calls_as_text
@@ -23,7 +23,7 @@ from valora_serve.server.constrain import Grammar
 from valora_serve.server.context import ServerContext
 from valora_serve.server.gather import gathered, until_disconnect
 from valora_serve.server.media.reader import Pixels
-from valora_serve.server.service import joined
+from valora_serve.server.service import Ticket, joined
 from valora_serve.types import Output, Request, SamplingParams, ServedModel
 
 T = TypeVar("T")
@@ -200,14 +200,16 @@ class Arrival:
         service, headers = self.context.service, dict(self.http.headers)
         queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
 
-        async def ask(number: int, request: Request) -> None:
+        async def ask(ticket: Ticket, number: int, request: Request) -> None:
             asking = service.ask(ticket, request, headers, stream=stream)
             async with contextlib.aclosing(asking) as outputs:
                 async for output in outputs:
                     queue.put_nowait((number, output))
 
-        with service.admitted(self.model, requests) as ticket:
-            asking = gathered(*starmap(ask, enumerate(requests)), at_once=AT_ONCE)
+        with service.admitted([(self.model, requests)]) as admitted:
+            if isinstance(ticket := admitted[self.model.name], ServeError):
+                raise ticket
+            asking = gathered(*starmap(partial(ask, ticket), enumerate(requests)), at_once=AT_ONCE)
             pumping = asyncio.ensure_future(asking)
             pumping.add_done_callback(lambda _: queue.put_nowait(None))
             try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
@@ -131,29 +130,31 @@ async def looked(
     )
     images, video = await latest.within(_read_media(context, http, fields))
     shown = images if video is None else video[:1]
-    asked: dict[str, tuple[Ticket, list[types.Request], list[str]]] = {}
-    with contextlib.ExitStack() as stack:
-        for name, arrival in arrivals.items():
-            try:
-                own = own_prompts and not arrival.model.takes_words
-                prompt = None if own else fields.prompt
-                requests, said = _requests(arrival, fields, prompt, images, video)
-                said += [f"{name} is named several times: answered once"] * (names.count(name) > 1)
-                ticket = stack.enter_context(service.admitted(arrival.model, requests))
-                asked[name] = ticket, requests, said
-            except ServeError as error:
-                errors[name] = error
+    asked: dict[str, tuple[list[types.Request], list[str]]] = {}
+    for name, arrival in arrivals.items():
+        try:
+            own = own_prompts and not arrival.model.takes_words
+            prompt = None if own else fields.prompt
+            requests, said = _requests(arrival, fields, prompt, images, video)
+            said += [f"{name} is named several times: answered once"] * (names.count(name) > 1)
+            asked[name] = requests, said
+        except ServeError as error:
+            errors[name] = error
+    coming = [(arrivals[name].model, requests) for name, (requests, _) in asked.items()]
+    with service.admitted(coming) as admitted:
+        errors |= {name: one for name, one in admitted.items() if isinstance(one, ServeError)}
+        tickets = {name: one for name, one in admitted.items() if isinstance(one, Ticket)}
         rows = [
-            [(ticket, requests[at]) for ticket, requests, _ in asked.values()]
-            for at in range(len(shown) if asked else 0)
+            [(ticket, asked[name][0][at]) for name, ticket in tickets.items()]
+            for at in range(len(shown) if tickets else 0)
         ]
         asking = gathered(*(service.ask_together(row, dict(http.headers)) for row in rows))
         answers = await until_disconnect(http.receive, asking)
     found: dict[str, schema.VisionAnswer | schema.ErrorAnswer] = {}
-    for place, (name, (_, _, said)) in enumerate(asked.items()):
+    for place, name in enumerate(tickets):
         lasts = [row[place] for row in answers]
         if (wrong := next((one for one in lasts if isinstance(one, ServeError)), None)) is None:
-            found[name] = _answered(arrivals[name], lasts, shown, said)
+            found[name] = _answered(arrivals[name], lasts, shown, asked[name][1])
         else:
             errors[name] = wrong
     if not found:

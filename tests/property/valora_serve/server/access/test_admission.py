@@ -92,6 +92,11 @@ def admission(most=10, deadline_admission=True, deadline=0.0, **deadlines):
 
 
 @examples(100)
+def enter(gate, model, running, deadline, count=1, client=""):
+    gate.check(model, running, deadline, count, client)
+    gate.enter(count, client)
+
+
 @example(most=1, slots=1, events=[1, 1, 1, "end", 1, 1])
 @example(most=3, slots=2, events=[4, 1, 2, 1, "end", 1])
 @given(
@@ -112,28 +117,28 @@ def test_the_queue_is_bounded_and_nothing_is_lost(most, slots, events):
             waiting = inside - running
             if waiting + event > most:
                 with pytest.raises(OverloadedError, match=f"no more than {most} may") as caught:
-                    gate.enter("m", running, None, event)
+                    enter(gate, "m", running, None, event)
                 assert 1 <= caught.value.retry_after <= 60
             else:
-                gate.enter("m", running, None, event)
+                enter(gate, "m", running, None, event)
                 inside += event
         assert gate.inside == inside
         # What the engine does not run never exceeds the bound, and the bound can be reached.
         assert gate.waiting(min(inside, slots)) == inside - min(inside, slots) <= most
     while inside - min(inside, slots) < most:
-        gate.enter("m", min(inside, slots), None)
+        enter(gate, "m", min(inside, slots), None)
         inside += 1
     with pytest.raises(OverloadedError):
-        gate.enter("m", min(inside, slots), None)
+        enter(gate, "m", min(inside, slots), None)
     assert gate.inside == inside
 
 
 def run(gate, service, gap, count=20):
     """Let requests that take `service` seconds end every `gap` seconds, always some inside."""
     now = 0.0
-    gate.enter("m", 0, None)
+    enter(gate, "m", 0, None)
     for _ in range(count):
-        gate.enter("m", 1, None)
+        enter(gate, "m", 1, None)
         now += gap
         gate.leave("m", Times(now - service, now - service, now, now), now)
     gate.leave("m", None, now)
@@ -149,25 +154,25 @@ def test_exactly_what_is_predicted_to_be_late_is_refused(service, gap, waiting, 
     run(gate, service, gap)
     assert gate.inside == 0
     for _ in range(waiting + 1):
-        gate.enter("m", 1, None)
+        enter(gate, "m", 1, None)
     predicted = waiting * gap + service
     assert gate.predicted("m", 1) == pytest.approx(predicted)
     if math.isclose(predicted, deadline, rel_tol=1e-6):
         return
     if predicted > deadline:
         with pytest.raises(OverloadedError, match="deadline"):
-            gate.enter("m", 1, deadline)
+            enter(gate, "m", 1, deadline)
         assert gate.inside == waiting + 1
     else:
-        gate.enter("m", 1, deadline)
+        enter(gate, "m", 1, deadline)
 
 
 def test_nothing_is_refused_before_anything_is_known_or_while_nobody_waits():
     gate = admission()
-    gate.enter("m", 0, 1e-6)
+    enter(gate, "m", 0, 1e-6)
     gate.leave("m", None, 0.0)
     run(gate, 5.0, 1.0)
-    gate.enter("m", 0, 1e-6)  # nobody waits: the engine decides
+    enter(gate, "m", 0, 1e-6)  # nobody waits: the engine decides
 
 
 def test_deadlines():
@@ -186,40 +191,40 @@ def flooded(**more):
     """Eleven requests of `flood`, one of which runs; ten may wait."""
     gate = Admission(10, deadline_admission=True, deadline=0.0, deadlines={}, **more)
     run(gate, 1.0, 0.5)
-    gate.enter("m", 0, None, 1, "flood")
-    gate.enter("m", 1, None, 10, "flood")
+    enter(gate, "m", 0, None, 1, "flood")
+    enter(gate, "m", 1, None, 10, "flood")
     return gate
 
 
 def test_who_fills_the_queue_does_not_keep_others_out_where_shares_are_kept():
     with pytest.raises(OverloadedError, match="no more than 10 may"):
-        flooded().enter("m", 1, None, 1, "quiet")
+        enter(flooded(), "m", 1, None, 1, "quiet")
     gate = flooded(shares={})
     with pytest.raises(OverloadedError, match="10 requests are waiting, and no more than 10 may"):
-        gate.enter("m", 1, None, 1, "flood")
+        enter(gate, "m", 1, None, 1, "flood")
     for _ in range(5):  # half of the queue
-        gate.enter("m", 1, None, 1, "quiet")
+        enter(gate, "m", 1, None, 1, "quiet")
     for client in ("flood", "quiet"):
         with pytest.raises(OverloadedError, match="no more than 10 may"):
-            gate.enter("m", 1, None, 1, client)
+            enter(gate, "m", 1, None, 1, client)
     gate.leave("m", None, 0.0, "quiet")
-    gate.enter("m", 1, None, 1, "quiet")
+    enter(gate, "m", 1, None, 1, "quiet")
     gate = flooded(shares={"gold": 4.0})
-    gate.enter("m", 1, None, 8, "gold")  # four fifths
+    enter(gate, "m", 1, None, 8, "gold")  # four fifths
     with pytest.raises(OverloadedError, match="no more than 10 may"):
-        gate.enter("m", 1, None, 1, "gold")
+        enter(gate, "m", 1, None, 1, "gold")
 
 
 def test_who_fills_the_queue_does_not_make_others_late_where_shares_are_kept():
     gate = flooded(shares={"gold": 3.0})
     assert gate.predicted("m", 1, "flood") == pytest.approx(1.0 + 10 * 0.5)
     assert gate.predicted("m", 1, "quiet") == pytest.approx(1.0)
-    gate.enter("m", 1, 1.5, 1, "quiet")
+    enter(gate, "m", 1, 1.5, 1, "quiet")
     assert gate.predicted("m", 1, "quiet") == pytest.approx(1.0 + 2 * 0.5)
-    gate.enter("m", 1, 1.5, 3, "gold")
+    enter(gate, "m", 1, 1.5, 3, "gold")
     assert gate.predicted("m", 1, "gold") == pytest.approx(1.0 + 5 * 0.5)
     with pytest.raises(OverloadedError, match="later than the deadline of 3"):
-        gate.enter("m", 1, 3.0, 1, "gold")
+        enter(gate, "m", 1, 3.0, 1, "gold")
 
 
 @examples(100)
@@ -233,7 +238,7 @@ def test_a_queue_with_shares_is_bounded_too(most, events):
     inside = []
     for client, count in events:
         try:
-            gate.enter("m", 0, None, count, str(client))
+            enter(gate, "m", 0, None, count, str(client))
         except OverloadedError:
             assert len(inside) + count > most
         else:

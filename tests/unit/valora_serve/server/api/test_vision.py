@@ -9,6 +9,7 @@ from tests.support.fake_engine import CAPTION, PERSON, FakeEngine
 from tests.support.http_helpers import data_url, encoded, picture, refused, serving
 from tests.support.videos import video_file
 from valora_serve.errors import DeadlineError, UnknownModelError
+from valora_serve.server.access.admission import Admission
 
 
 @pytest.fixture(scope="module")
@@ -298,13 +299,22 @@ def test_an_error_of_the_engine_concerns_its_own_domain(server, monkeypatch):
     assert look(server, ["caption"]).status_code == 504
 
 
-def test_each_domain_has_its_own_limit_and_deadline():
-    engine = FakeEngine(step=0.2)
-    with serving(engine, max_waiting=2, deadlines={"scene": 0.1}) as small:
-        found = look(small, ["person", "scene", "caption"]).json()["domains"]
-        assert found["person"]["results"]
-        assert found["caption"]["error"]["code"] == "overloaded"
-        assert [one.deadline is None for one in engine.asked] == [True, False]
+def test_the_queue_has_room_for_all_domains_of_a_request_or_for_none(monkeypatch):
+    """And each has a deadline of its own, which those beside it do not make late."""
+    engine, names = FakeEngine(), ["person", "scene", "caption"]
+    monkeypatch.setattr(Admission, "predicted", lambda self, *_: float(self.waiting(0)))
+    with serving(engine, max_waiting=6, deadlines={"scene": 0.5}) as small:
+        found = look(small, names, images=[GOOD] * 2).json()["domains"]
+        assert all(found[name]["results"] for name in names)
+        assert sorted(one.model for one in engine.asked if one.deadline) == ["scene"] * 2
+        said = "0 requests are waiting, and no more than 6 may: try again in 1 s, with fewer"
+        answer = look(small, names, images=[GOOD] * 3)
+        refused(answer, 429, said)
+        assert answer.headers["retry-after"] == "1" and len(engine.asked) == 6
+        monkeypatch.setattr(Admission, "waiting", lambda *_: 1)
+        found = look(small, names).json()["domains"]
+        assert found["scene"]["error"]["code"] == "overloaded" and found["person"]["results"]
         text = small.client.get("/metrics").text
-        assert 'valora_request_failure_total{code="overloaded"} 1.0' in text
+        assert 'valora_request_failure_total{code="overloaded"} 2.0' in text
         assert 'valora_request_success_total{finished_reason="head",model_name="person"}' in text
+    assert small.inside == 0

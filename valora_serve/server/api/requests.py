@@ -259,14 +259,13 @@ async def read_messages(
         reading.instruct(told)
     check_text(reading.chars, context)
     most, images = context.settings.max_images, len(reading.images)
-    left = [*reading.images, *reading.videos]
-    if not left and not reading.chars:
+    count = images + len(reading.videos)
+    if not count and not reading.chars:
         raise RequestError("messages hold no text and no image: ask something")
-    if len(left) > most:
-        raise ImageError(
-            f"The request has {len(left)} images and videos, more than {most}: send fewer"
-        )
-    found = await gathered(*(read() for read in left))
+    if count > most:
+        raise ImageError(f"The request has {count} images and videos, more than {most}: send fewer")
+    shown = (read(at, images) for at, read in enumerate(reading.images, 1))
+    found = await gathered(*shown, *(read() for read in reading.videos))
     return reading.turns if reading.chars else None, found[:images], found[images:]
 
 
@@ -275,7 +274,7 @@ class _Reading:
 
     def __init__(self, context: ServerContext, pixels: Pixels) -> None:
         self.turns: list[dict[str, Any]] = []
-        self.images: list[Callable[[], Coroutine[Any, Any, Any]]] = []
+        self.images: list[Callable[[int, int], Coroutine[Any, Any, Any]]] = []
         self.videos: list[Callable[[], Coroutine[Any, Any, Any]]] = []
         self.chars = 0  # of all texts
         self._result = False  # whether the last message was a tool's result

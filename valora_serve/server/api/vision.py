@@ -218,7 +218,7 @@ async def _read_media(
 ) -> tuple[list[Image], list[Image] | None]:
     """Decoded images, and the decoded frames of the video or None."""
     media, pixels = context.media, http.state.stack.enter_context(context.media.pixels())
-    found = await gathered(*(media.image(url, pixels) for url in fields.images))
+    found = await media.images(fields.images, pixels)
     if fields.video is not None:
         return found, await media.video(fields.video, pixels)
     return found, await media.frames(fields.frames, pixels) if fields.frames else None

@@ -79,10 +79,22 @@ class MediaReader:
         """Pixel count of a new request; a context manager that releases them."""
         return Pixels(self, self._settings.max_request_pixels, self._settings.max_held_pixels)
 
-    async def image(self, url: MediaUrl, pixels: Pixels) -> Image.Image:
-        """Fetch and decode an image: RGB, as its EXIF says."""
-        [image] = await self._decode("image", url.take(), pixels)
+    async def image(
+        self, url: MediaUrl, pixels: Pixels, place: int = 1, count: int = 1
+    ) -> Image.Image:
+        """Fetch and decode an image, one of `count`: RGB, as its EXIF says."""
+        try:
+            [image] = await self._decode("image", url.take(), pixels)
+        except ImageError as error:
+            if count == 1:
+                raise
+            raise ImageError(f"Image {place} of {count}: {error}") from error
         return image
+
+    async def images(self, urls: Sequence[MediaUrl], pixels: Pixels) -> list[Image.Image]:
+        """Fetch and decode images."""
+        places = enumerate(urls, 1)
+        return await gathered(*(self.image(url, pixels, at, len(urls)) for at, url in places))
 
     async def video(self, url: MediaUrl, pixels: Pixels) -> list[Image.Image]:
         """Fetch a video and decode evenly spaced frames of it, in RGB and in order; as `image`.
@@ -105,7 +117,7 @@ class MediaReader:
     async def frames(self, urls: Sequence[MediaUrl], pixels: Pixels) -> list[Image.Image]:
         """Fetch and decode the frames of a video that are sent as images."""
         self._check_frames(len(urls))
-        return await gathered(*(self.image(url, pixels) for url in urls))
+        return await self.images(urls, pixels)
 
     def _check_frames(self, count: int) -> None:
         most = self._settings.max_video_frames

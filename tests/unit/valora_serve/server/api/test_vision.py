@@ -224,6 +224,16 @@ def test_a_chat_with_a_bundle_is_answered_by_all_of_its_domains(server):
     assert chat(server, "e", shown).status_code == 404
 
 
+@pytest.mark.parametrize("field", ["images", "frames"])
+def test_an_error_says_which_of_several_images_it_is_about(server, field):
+    bad = "data:image/png;base64,AAAA"
+    said = "Image 2 of 3: The image is damaged"
+    refused(look(server, ["person"], **{"images": [], field: [GOOD, bad, GOOD]}), 400, said)
+    refused(look(server, ["person"], images=[bad]), 400, "The image is damaged")
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in (GOOD, GOOD, bad)]
+    refused(chat(server, "tiny", *shown), 400, "Image 3 of 3: The image is damaged")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

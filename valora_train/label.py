@@ -83,7 +83,9 @@ def _label(options: argparse.Namespace) -> None:
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     if not lines:
         raise TeacherError(f"{folder} holds no image that can be read: check the path")
-    out.write_text("".join(lines), encoding="utf-8")
+    partial = out.parent / f".{out.name}.partial"  # a file is whole or not there
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.replace(out)
 
 
 def _read(paths: list[Path], root: Path) -> Iterator[Sample]:

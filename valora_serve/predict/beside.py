@@ -19,7 +19,7 @@ from urllib.parse import quote
 from valora_data.schema import Box
 from valora_data.sources.formats.files import read_lines
 from valora_serve.errors import SettingsError
-from valora_serve.predict.records import Prediction
+from valora_serve.predict.records import Prediction, written
 from valora_serve.types import ServedModel
 
 PICTURES = 24  # shown, those that differ most
@@ -145,7 +145,7 @@ def write(made: Comparison, domain: ServedModel, source: Path, out: Path) -> Pat
             for one, *alone in made.pictures
         ],
     }  # fmt: skip
-    (out / "beside.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    written(out / "beside.json", json.dumps(facts, indent=1) + "\n")
     parts = [
         f"<h1>{escape(domain.name)} beside the small model</h1>",
         f"<p>{made.images} images, agreement {made.agreement:.3f}. Found by the fused model alone: "
@@ -160,9 +160,7 @@ def write(made: Comparison, domain: ServedModel, source: Path, out: Path) -> Pat
         parts.append(f"<table><tr>{head}{rows}</table>")
     for one, *alone in made.pictures[:PICTURES]:
         parts.append(_figure(one, alone, quote(os.path.relpath(source / one.file, out))))
-    page = out / "beside.html"
-    page.write_text(_PAGE + "\n".join(parts), encoding="utf-8")
-    return page
+    return written(out / "beside.html", _PAGE + "\n".join(parts))
 
 
 def _figure(one: Prediction, alone: list[list[Box]], place: str) -> str:

@@ -22,12 +22,13 @@ from rich.table import Table
 from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.errors import ValoraError
 from valora_data.hashing import file_hash
+from valora_data.sources.formats.videos import SUFFIXES
 from valora_data.wording import plural
 from valora_serve.errors import SettingsError
 from valora_serve.pauses import short_pauses
 from valora_serve.predict import beside, records
 from valora_serve.predict.formats import WRITERS
-from valora_serve.predict.run import Question, answer_all, find_jobs
+from valora_serve.predict.run import STILLS, Question, answer_all, files_in, find_jobs
 from valora_serve.types import EngineClient, ServedModel
 
 _ABOUT = """\
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        file = error.filename or options.out
+        file = error.filename2 or error.filename or options.out
         print(f"error: {file} cannot be used ({error.strerror}): make room, or name another folder",
               file=sys.stderr)  # fmt: skip
         return 1
@@ -169,8 +170,13 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise SettingsError(f"--{name.replace('_', '-')} is {value}: name at least 1")
+    for name in ("bundle", "domain", "beside", "format"):  # as of an unset variable of a shell
+        if (value := getattr(options, name)) is not None and not value.strip(" ,"):
+            raise SettingsError(f"--{name} is empty: give it a value, or leave it out")
     if not options.folder.exists():
         raise SettingsError(f"{options.folder} does not exist: check the path")
+    if options.bundle and not files_in(options.folder, STILLS | SUFFIXES)[1]:
+        raise SettingsError(f"{options.folder} holds no images or videos: check the path")
 
 
 def _chosen(

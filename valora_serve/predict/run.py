@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,7 @@ def find_jobs(
     images = tuple(model for model in domains if model.media not in ("video", "text"))
     kinds = [("images", STILLS)] * bool(images) + [("videos", SUFFIXES)] * bool(videos)
     wanted = frozenset().union(*(suffixes for _, suffixes in kinds))
-    root, files = source, files_below(source, wanted)
-    if not source.is_dir():
-        root, files = source.parent, [source] * (source.suffix.lower() in wanted)
+    root, files = files_in(source, wanted)
     if not files:
         what = " or ".join(name for name, _ in kinds)
         raise SettingsError(f"{source} holds no {what}: check the path")
@@ -68,6 +66,13 @@ def find_jobs(
         if left:
             jobs.append(Job(path, name, version, left, video))
     return jobs, answered
+
+
+def files_in(source: Path, suffixes: Set[str]) -> tuple[Path, list[Path]]:
+    """A folder and its files, or the folder of a file and that file, with these suffixes."""
+    if source.is_dir():
+        return source, files_below(source, frozenset(suffixes))
+    return source.parent, [source] * (source.suffix.lower() in suffixes)
 
 
 async def answer_all(

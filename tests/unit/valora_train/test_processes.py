@@ -112,6 +112,12 @@ def test_a_folder_and_what_is_wrong(tmp_path, monkeypatch, capsys):
         (["best.pt", "empty", *asked[2:], "--names", "auto=car"], "folder empty does not exist"),
         ([*asked, "--names", "auto"], "--names auto maps nothing: write CLASS=LABEL"),
         ([*asked, "--names", "auto=car", "--out", "none/x"], "none/x cannot be written (No such"),
+        ([*asked, "--names", "auto=car", "--out", "."], ". cannot be written ("),
     ):
         assert label.main(given) == 1
         assert said in capsys.readouterr().err
+    before = (tmp_path / "labels.jsonl").read_text()
+    (tmp_path / ".labels.jsonl.partial").symlink_to("/dev/full")
+    assert label.main([*asked, "--names", "auto=car"]) == 1  # its file is whole, or as it was
+    assert "labels.jsonl cannot be written (No space" in capsys.readouterr().err
+    assert before and (tmp_path / "labels.jsonl").read_text() == before

@@ -52,6 +52,11 @@ def test_page_and_json(tmp_path):
     assert facts["class"] == {"<i>": {"both": 0, "fused": 1, "small": 0, "agreement": 0.0}}
     alone = [found("<i>", 0, 0, 9, 9) | {"box": [0, 0, 9, 9]}]
     assert facts["pictures"] == [{"file": name, "fused": alone, "small": []}] and "size" in facts
+    (tmp_path / "out" / ".beside.html.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write(compare([], {}), PERSON, tmp_path / "photos", tmp_path / "out")
+    assert (tmp_path / "out" / "beside.html").read_text() == page  # nothing is half there
+    (tmp_path / "out" / ".beside.html.partial").unlink()
     write(made, SCENE, tmp_path / "photos", tmp_path / "out")
     assert "size" not in json.loads((tmp_path / "out" / "beside.json").read_text())
 

@@ -229,11 +229,25 @@ def test_an_interrupted_small_model_is_no_error(engines, tmp_path, capsys, monke
         (["--min-score", "3"], "name one from 0 to 1"), (["--at-once", "0"], "name at least 1"),
         (["--domain", "cow"], "there is no domain 'cow': choose from person, car"),
         (["--beside", "best.pt"], "--beside compares one domain: name it with --domain"),
+        (["--domain", "person", "--beside", ""], "--beside is empty: give it a value, or leave"),
+        (["--bundle", " "], "--bundle is empty"), (["--format", ","], "--format is empty"),
     ],
 )  # fmt: skip
 def test_mistakes_are_sentences(engines, tmp_path, capsys, more, said):
     assert predict(tmp_path, *more) == 1
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["empty", "notes.txt"])
+def test_a_folder_without_pictures_is_refused_before_a_model_is_loaded(
+    engines, tmp_path, capsys, name
+):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").touch()
+    options = ["--bundle", str(tmp_path / "bundle"), "--out", str(tmp_path / "out")]
+    assert command.main([str(tmp_path / name), *options]) == 1
+    assert f"{name} holds no images or videos: check the path" in capsys.readouterr().err
+    assert not engines and not (tmp_path / "out").exists()
 
 
 def test_videos_questions_and_texts(tmp_path):

@@ -114,7 +114,7 @@ def serve(
     # Wrong settings are reported before models are loaded.
     keys = KeyRing(settings)
     if engine_settings.share_by == "key":
-        startup.tell_of_shares(engine_settings.shares, "key", keys.names)
+        startup.tell_of_unknown("shares", engine_settings.shares, "key", keys.names)
     check_certificate(settings)
     Samples(settings)  # a folder that cannot be written is refused before a model is loaded
     if make_resolvers(settings.adapter_sources):

@@ -75,7 +75,7 @@ class Samples:
             full, reason = True, str(error.strerror or error)
         finally:
             self._room.release()
-        if full:
+        if full and self._shares:
             self._shares.clear()
             text = "sample_folder %s keeps nothing more, as %s: make room, and start again"
             logs.LOG.warning(text, self._folder, reason)

@@ -179,7 +179,7 @@ class Service:
                     if isinstance(output.error, UnknownModelError):  # which lists all names
                         raise UnknownModelError(f"{name} was unloaded: name one of /v1/models")
                     if output.finish in (Finish.ERROR, Finish.CANCELLED):
-                        raise output.error or CancelledRequestError("The request was cancelled")
+                        raise self._told(output.error)
                     if constraint is not None:
                         text += output.text
                         if output.finish is Finish.STOP:
@@ -199,6 +199,13 @@ class Service:
         finally:
             ticket.leave(last.times if last is not None else None)
             await answering.aclose()
+
+    def _told(self, error: ServeError | None) -> ServeError:
+        """An error of the engine, which names the base model without this machine's folders."""
+        base = self.engine.base
+        if error is not None and base in str(error):
+            error.args = (str(error).replace(base, last_part(base)),)
+        return error or CancelledRequestError("The request was cancelled")
 
     def _sent(self, ticket: Ticket, request: Request, *, stream: bool) -> Request:
         """A request as the engine gets it: with client, arrival and whom it shares caches with."""

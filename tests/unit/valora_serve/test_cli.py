@@ -69,9 +69,9 @@ def test_gpus_that_cannot_share_a_model_are_refused_in_a_sentence(
 def test_shares_of_adapters_that_are_not_there_are_said(caplog):
     shares = {"adapter-1": 2.0, "base": 2.0, "adaptor-1": 3.0, "person": 4.0}
     known = [model.adapter or "base" for model in (BASE, ADAPTER, PERSON)]
-    startup.tell_of_shares(shares, "adapter", known)
+    startup.tell_of_unknown("shares", shares, "adapter", known)
     assert [record.message for record in caplog.records] == [
-        f"shares: there is no adapter {name}, so its share goes to nobody"
+        f"shares: there is no adapter {name}, so this has no effect"
         for name in ("adaptor-1", "person")  # a domain, which the shares of its adapter count for
     ]
 

@@ -128,10 +128,10 @@ async def load_all(
     return Served(engine.models(), examples, left_out)
 
 
-def tell_of_shares(shares: Iterable[str], what: str, known: Iterable[str]) -> None:
-    """Log the shares of keys or adapters that are not there, but may come later."""
-    for name in sorted({*shares} - {*known}):
-        logs.LOG.warning("shares: there is no %s %s, so its share goes to nobody", what, name)
+def tell_of_unknown(setting: str, names: Iterable[str], what: str, known: Iterable[str]) -> None:
+    """Log names of a setting that nothing has, but something may have later."""
+    for name in sorted({*names} - {*known}):
+        logs.LOG.warning("%s: there is no %s %s, so this has no effect", setting, what, name)
 
 
 async def make_app(
@@ -147,8 +147,11 @@ async def make_app(
     served = ServedSet(engine, folder, state or StateFile(Path(settings.state_file)), replay)
     found = await load_all(engine, folders, served, warm_up=engine.warm_up, replay=settings.golden)
     by, shares = engine_settings.share_by, engine_settings.shares
+    models = engine.models()
     if by == "adapter":
-        tell_of_shares(shares, by, [model.adapter or "base" for model in engine.models()])
+        tell_of_unknown("shares", shares, by, [model.adapter or "base" for model in models])
+    for setting in ("deadlines", "sample_shares"):
+        tell_of_unknown(setting, getattr(settings, setting), "model", [one.name for one in models])
     return create_app(engine, settings, served, share_by=by, shares=shares), found
 
 

@@ -1,10 +1,15 @@
 """Finding the bundles that the command line names."""
 
+import asyncio
+from unittest.mock import AsyncMock
+
 import pytest
 
+from tests.support.fake_engine import FakeEngine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
 from valora_serve.server.loading import startup
+from valora_serve.server.settings import ServerSettings
 
 
 def test_bundles_are_found_by_folder_and_folder_of_folders(tmp_path):
@@ -18,6 +23,20 @@ def test_bundles_are_found_by_folder_and_folder_of_folders(tmp_path):
     for name in (tmp_path / "none", tmp_path / "other", tmp_path / "a" / "bundle.json"):
         with pytest.raises(SettingsError, match="is no bundle"):
             startup.find_bundles([str(name)], tmp_path)
+
+
+def test_names_of_settings_that_no_model_has_are_said(caplog, tmp_path):
+    settings = ServerSettings(
+        deadlines={"person": 1.0, "persn": 1.0}, sample_folder=str(tmp_path / "s"),
+        sample_shares={"scene": 1.0, "base": 0.5}, state_file=str(tmp_path / "state.json"),
+    )  # fmt: skip
+    engine = FakeEngine()
+    engine.warm_up = AsyncMock()
+    asyncio.run(startup.make_app(engine, settings, [], EngineSettings()))
+    assert [record.message for record in caplog.records] == [
+        f"{setting}: there is no model {name}, so this has no effect"
+        for setting, name in (("deadlines", "persn"), ("sample_shares", "base"))
+    ]
 
 
 @pytest.mark.slow

@@ -39,7 +39,8 @@ class EngineSettings:
     Attributes:
         base: Base model: ``tiny`` or ``photo``, whichever a bundle needs, a folder or a hub name.
         device: ``cuda``, ``cpu``, or ``auto`` for the GPU if there is one.
-        dtype: Data type of the weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU.
+        dtype: Data type of the weights; ``auto`` is bfloat16 on a GPU, and on a CPU that multiplies
+            it where the accuracy of every bundle was measured so, else float32.
         quantize: ``nf4`` to round the language model to 4 bits, as bundles need that were trained
             with ``model.quantize=nf4`` (weights are unpacked again, so that memory stays the same);
             ``nf4_packed`` for the same weights in less than a third of the memory, into which no

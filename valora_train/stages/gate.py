@@ -32,7 +32,9 @@ ACCURACY_TOLERANCE, ROUNDED_TOLERANCE = 1e-3, 1e-2  # 16 bits round by batches: 
 class BundleModel:
     """A bundle loaded on its base model, or on one of another name (`base`)."""
 
-    def __init__(self, bundle: Bundle, base: str | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, bundle: Bundle, base: str | None = None, device: str = "cpu", dtype: Any = None
+    ) -> None:
         self._bundle = bundle
         # Features must not be cached if an adapter changes the vision side.
         weights = [bundle.folder / facts["path"] / WEIGHTS for facts in bundle.adapters.values()]
@@ -45,7 +47,7 @@ class BundleModel:
             device=device,
             keep_features=device == "cpu",
             batch_size=bundle.manifest["lineage"]["config"]["model"]["batch_size"],
-            dtype=facts["dtype"],
+            dtype=dtype or facts["dtype"],
             quantize=facts.get("quantize"),
             coordinates=facts.get("coordinates", "grid1000"),
         )

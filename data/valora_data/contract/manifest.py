@@ -57,6 +57,7 @@ class _Base(_Part):
     id: str
     sha256: str
     quantize: Literal["nf4"] | None = None
+    dtypes: list[str] = []
 
 
 class _Adapter(_Part):

@@ -30,6 +30,7 @@ from valora_data.contract.base_model import base_folder
 from valora_data.schema import Split
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.start import start_engine
+from valora_serve.server.loading.startup import follow_bundles
 from valora_serve.types import Request
 from valora_train.metrics.speed import machine
 
@@ -173,7 +174,7 @@ async def fused(options, manifest, way, chosen, images):
         base=base, device=options.device, dtype=options.dtype, image_cache_bytes=0,
         prefix_cache=False,
     )  # fmt: skip
-    engine, number = await start_engine(settings), 0
+    engine, number = await start_engine(follow_bundles(settings, [folder])), 0
 
     async def ask(request):
         async for output in engine.generate(request):

@@ -20,6 +20,7 @@ from rich.table import Table
 from valora_data.contract.base_model import SHIPPED, SMOL
 from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.contract.files import expanded
+from valora_data.cpu import cpu_multiplies_bfloat16
 from valora_data.errors import BundleError
 from valora_serve.errors import SettingsError
 from valora_serve.server.app import create_app
@@ -31,6 +32,7 @@ from valora_serve.server.telemetry import logs
 from valora_serve.types import EngineClient, ServedModel
 
 _REGISTRY = ("models:/", "runs:/", "mlflow-artifacts:/")
+SHORT = "bfloat16"
 _SECONDS = 1800  # most that a download takes
 
 
@@ -65,18 +67,22 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
 
 
 def follow_bundles(settings: Any, folders: Sequence[Path]) -> Any:
-    """The engine's settings with what the first bundle says of its base model, if that is ours."""
-    stated: Mapping[str, Any] = {}
+    """The engine's settings with what bundles say of their base model; its name, if it is ours."""
+    bases: list[Mapping[str, Any]] = []
     for folder in folders:
         with suppress(BundleError):
-            stated = read_manifest(folder)["base"]
-            break
+            bases.append(read_manifest(folder)["base"])
+    stated = bases[0] if bases else {}
     base, quantize, wanted = settings.base, settings.quantize, stated.get("id")
     if base in SHIPPED and wanted in (*SHIPPED, SMOL):
         base = str(wanted)
     if quantize == "auto":
         quantize = str(stated.get("quantize") or "none")
-    return replace(settings, base=base, quantize=quantize)
+    dtype = settings.dtype
+    if dtype == "auto" and bases and all(SHORT in one.get("dtypes", ()) for one in bases):
+        # Their accuracy was measured so. A GPU serves so anyhow; not every CPU is faster.
+        dtype = SHORT if cpu_multiplies_bfloat16() else dtype
+    return replace(settings, base=base, quantize=quantize, dtype=dtype)
 
 
 def _download(uri: str, downloads: Path) -> Path:

@@ -41,10 +41,9 @@ from valora_train.settings import (
 from valora_train.stage import write_json
 from valora_train.stages import dedicated
 from valora_train.stages.distill import REPORT, TESTED
-from valora_train.stages.export import _golden_examples, _steady
+from valora_train.stages.export import _golden_examples, _keeps, _steady
 from valora_train.stages.fuse import DomainInputs, check_result, fuse_stage
 from valora_train.stages.push import push as push_bundle
-from valora_train.tasks.base import Prediction
 
 
 def test_the_hash_has_what_changes_the_training_and_later_settings_where_they_are_used():
@@ -132,26 +131,41 @@ def test_answers_of_the_teacher_are_those_of_the_same_images(tmp_path):
         distilled=tmp_path / "distilled",
     )  # fmt: skip
     manifest = {"domains": {"cat": {"threshold": 0.25}}}
-    old = _golden_examples(tmp_path, manifest, item, MODEL)
+    old = _golden_examples(tmp_path, manifest, item, MODEL, None)
     assert [example["expected"] for example in old] == [["cat/test/1", 0.25], ["cat/test/3", 0.25]]
     assert not any("teacher" in example for example in old)
     (item.distilled / TESTED).write_text(json.dumps(SHOWN))
-    found = _golden_examples(tmp_path, manifest, item, MODEL)
+    found = _golden_examples(tmp_path, manifest, item, MODEL, None)
     assert [example["teacher"] for example in found] == [SHOWN[1], SHOWN[3]]
     (item.distilled / TESTED).write_text(json.dumps([None, None, *SHOWN[2:]]))
-    found = _golden_examples(tmp_path, manifest, item, MODEL)
+    found = _golden_examples(tmp_path, manifest, item, MODEL, None)
     assert ["teacher" in example for example in found] == [False, True]
     with Image.open(tmp_path / found[1]["image"]) as image:
         assert image.getpixel((0, 0)) == (150, 0, 0)
 
 
-def test_texts_that_16_bits_change_are_the_last_to_become_golden():
-    def answer(name, samples):
-        rounded = torch.is_autocast_enabled("cpu")
-        return [Prediction(None, f"{one}{'!' * (rounded and one in 'ac')}") for one in samples]
+def test_answers_that_16_bits_change_are_the_last_to_become_golden():
+    task = SimpleNamespace(golden=lambda found, _: found, matches=lambda a, b, _: a == b)
+    model, rounded = (
+        SimpleNamespace(
+            tasks={"cat": task}, answer=lambda _, some, odd=odd: [f"{x}{x in odd}" for x in some]
+        )
+        for odd in ("", "ac")
+    )
+    found = _steady("cat", "abcdefghijkl", [0, 1, 2, 3, 4], None, model, rounded)
+    assert found == [1, 3, 4, 0, 2]
 
-    model = SimpleNamespace(device="cpu", answer=answer)
-    assert _steady("cat", "abcdefghijkl", [0, 1, 2, 3, 4], model) == [1, 3, 4, 0, 2]
+
+@pytest.mark.parametrize(
+    ("reached", "kept"), [(0.9, True), (0.893, True), (0.889, False), (0.85, False)]
+)
+def test_a_bundle_keeps_in_16_bits_what_it_reached_and_must_reach(tmp_path, reached, kept):
+    shards.write([Sample("x", Image.new("RGB", (9, 9)), Answer())], [], tmp_path / Split.TEST)
+    item = SimpleNamespace(settings=SimpleNamespace(name="cat"), data=tmp_path)
+    rounded = SimpleNamespace(accuracy=lambda *_: reached)
+    for required, wanted in (0.88, kept), (0.895, reached == 0.9), (0.95, reached == 0.9):
+        domains = {"cat": {"accuracy": {"test": 0.9}, "required": required}}
+        assert _keeps(domains, item, rounded) == wanted
 
 
 def test_a_bundle_arrives_whole_with_its_results(tmp_path, monkeypatch):

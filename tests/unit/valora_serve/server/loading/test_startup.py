@@ -63,6 +63,9 @@ def _with_tracking(store, uri, place):
         return startup.find_bundles([uri], place)[0]
 
 
+EXACT, BOTH = {}, {"dtypes": ["float32", "bfloat16"]}
+
+
 @pytest.mark.parametrize(
     ("bundle", "asked", "served"),
     [("photo", "tiny", "photo"), ("tiny", "photo", "tiny"), ("/a/llava", "tiny", "tiny"),
@@ -75,3 +78,17 @@ def test_the_shipped_base_model_of_the_first_bundle_is_served(
     monkeypatch.setattr(startup, "read_manifest", lambda _: manifest)
     made = startup.follow_bundles(EngineSettings(base=asked), [tmp_path] if bundle else [])
     assert (made.base, made.quantize) == (served, "none")
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "multiplies", "asked", "served"),
+    [([EXACT], True, "auto", "auto"), ([BOTH, BOTH], True, "auto", "bfloat16"),
+     ([BOTH, EXACT], True, "auto", "auto"), ([BOTH], False, "auto", "auto"),
+     ([BOTH], True, "float32", "float32"), ([], True, "auto", "auto")],
+)  # fmt: skip
+def test_a_cpu_serves_in_16_bits_if_all_bundles_were_measured_so(
+    monkeypatch, dtypes, multiplies, asked, served
+):
+    monkeypatch.setattr(startup, "read_manifest", lambda one: {"base": {"id": "x"} | one})
+    monkeypatch.setattr(startup, "cpu_multiplies_bfloat16", lambda: multiplies)
+    assert startup.follow_bundles(EngineSettings(dtype=asked), dtypes).dtype == served

@@ -134,11 +134,18 @@ def serve(
 def _check(
     bundles: Sequence[str], settings: ServerSettings, engine: EngineSettings, _: ReplicaSettings
 ) -> int:
+    from valora_data.contract.base_model import base_folder, base_hash
+    from valora_data.contract.bundle import check_base, read_bundle
     from valora_serve.check import check
     from valora_serve.server.loading import startup
 
     folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
-    return check(startup.follow_bundles(engine, folders), folders, settings.max_connections)
+    engine = startup.follow_bundles(engine, folders)
+    if Path(base_folder(engine.base)).is_dir() and folders:  # otherwise the hub's, fetched later
+        found = base_hash(engine.base)
+        for one in map(read_bundle, folders):
+            check_base(one, engine.base, found, one.manifest["base"].get("quantize"))
+    return check(engine, folders, settings.max_connections)
 
 
 async def _serve(

@@ -96,6 +96,27 @@ def test_this_machine_and_the_command_before(capsys):
     assert cli.main(["--check", "--base", "acme/absent", "--device", "cpu"]) == 0
 
 
+DEMO = Path(check.__file__).parent / "demo" / "bundles" / "detection"
+BASE = Path(__file__).parents[2] / "fixtures" / "cd9fad5" / "base"
+
+
+def test_bundles_that_would_not_be_served(capsys, tmp_path):
+    def checked(bundle, *more):
+        status = cli.main(["--check", "--device", "cpu", str(bundle), *more])
+        return status, capsys.readouterr().err
+
+    assert checked(DEMO) == (0, "")
+    shutil.copytree(DEMO, tmp_path / "damaged")
+    next((tmp_path / "damaged" / "heads").iterdir()).write_bytes(b"")
+    for given, said in (
+        ((DEMO, "--base", str(BASE)), "was made for base model tiny"),
+        ((DEMO, "--base", str(tmp_path / "x")), "x does not exist: check the path"),
+        ((tmp_path / "damaged",), "is missing or was changed"),
+    ):
+        status, error = checked(*given)
+        assert status == 1 and said in error and error.count("\n") == 1
+
+
 def nvcc_in(folder):
     """A program of that name in `bin`; returns it."""
     program = folder / "bin" / "nvcc"

@@ -63,7 +63,13 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
                 f"{name} is no bundle: name a folder that holds {MANIFEST} (`make fuse` makes one)"
             )
         found += inside
-    return found
+    kept, named = {folder.resolve(): folder for folder in found}, dict[str, Path]()
+    for folder in kept.values():
+        with suppress(BundleError):  # which loading it raises
+            name = str(read_manifest(folder)["name"])
+            if (other := named.setdefault(name, folder)) != folder:
+                raise SettingsError(f"{other} and {folder} are both bundle {name}: serve one")
+    return list(kept.values())
 
 
 def follow_bundles(settings: Any, folders: Sequence[Path]) -> Any:

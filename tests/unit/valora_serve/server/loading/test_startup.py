@@ -20,9 +20,21 @@ def test_bundles_are_found_by_folder_and_folder_of_folders(tmp_path):
     assert startup.find_bundles([str(tmp_path)], tmp_path) == [tmp_path / "a", tmp_path / "b"]
     old = startup.find_bundles([str(tmp_path / "b@1")], tmp_path)
     assert old == [tmp_path / "b@1"]
+    twice = [str(tmp_path / "a"), str(tmp_path / "b" / ".." / "a")]
+    assert startup.find_bundles(twice, tmp_path) == [tmp_path / "b" / ".." / "a"]
     for name in (tmp_path / "none", tmp_path / "other", tmp_path / "a" / "bundle.json"):
         with pytest.raises(SettingsError, match="is no bundle"):
             startup.find_bundles([str(name)], tmp_path)
+
+
+def test_two_bundles_of_one_name_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(startup, "read_manifest", lambda folder: {"name": folder.name[0]})
+    for name in ("a1", "a2", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "bundle.json").touch()
+    assert len(startup.find_bundles([str(tmp_path / "a1"), str(tmp_path / "b")], tmp_path)) == 2
+    with pytest.raises(SettingsError, match=r"/a1 and \S+/a2 are both bundle a: serve one$"):
+        startup.find_bundles([str(tmp_path)], tmp_path)
 
 
 def test_names_of_settings_that_no_model_has_are_said(caplog, tmp_path):

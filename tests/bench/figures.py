@@ -46,7 +46,9 @@ FIGURES = {
     "skew": Figure(f"{SERVE}.bench_serve skew --rate 48 32 10 --shares 0.2 0.6 0.9 --seconds 6", 1),
     "slo": Figure(f"{SERVE}.bench_serve slo --window 4", 1),
     "ablation": Figure(f"{SERVE}.bench_serve ablation --window 4", 1),
-    "peft": Figure(f"{SERVE}.bench_serve peft", 1),
+    "peft": Figure(f"{SERVE}.bench_serve packed peft", 1),
+    "modes": Figure(f"{SERVE}.bench_serve switch switching starving", 1),
+    "adapters": Figure(f"{SERVE}.bench_serve adapters populations", 1),
     "fp8": Figure(f"{SERVE}.bench_serve decode prefill --batches 1 32 --quantize fp8", 1),
     "nf4": Figure(f"{SERVE}.bench_serve decode prefill --batches 1 32 --quantize nf4_packed", 1),
     "documents": Figure(f"{SERVE}.bench_contexts documents --requests 500 --prompt-requests 48", 1),
@@ -62,6 +64,11 @@ FIGURES = {
     "operators": Figure("tests.bench.valora_kernels.bench_operators", 1),
     "training": Figure("tests.bench.valora_train.bench_train", 1),
     "four-bits": Figure("tests.bench.valora_train.bench_fuse --limit 16", 1),
+    "ways": Figure(
+        "tests.bench.valora_train.bench_compare --strategies paper rehearsal affinity "
+        "--shares 0.97 --ewc 100 -- task=detection model.device=cuda",
+        1,
+    ),
     "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel", 2),
     "replicas": Figure(
         f"{SERVE}.bench_replicas throughput --base llava-7b --seconds 24 --clients 128 --senders 8",
@@ -70,6 +77,7 @@ FIGURES = {
     "http": Figure(f"{SERVE}.bench_http"),
     "shelf": Figure(f"{SERVE}.bench_shelf --seconds 3"),
     "tasks": Figure("tests.bench.valora_train.bench_tasks"),
+    "quantized": Figure(f"{SERVE}.bench_quantized"),
     "oracles": Figure("tests.bench.valora_train.bench_oracle"),
     "contexts": Figure(
         f"{CONTEXTS} --methods question_alone truncated bm25 next_token adapter memory_tokens "

@@ -207,28 +207,6 @@ def throughput(bench):
           ["adapters", "requests/s", "output tokens/s"], rows)  # fmt: skip
 
 
-def arrivals(bench):
-    """Poisson arrivals, 16 adapters of rank 64, 60 % on one, input 256, output 200."""
-    rows = []
-    for policy in bench.arguments.policies:
-        names = bench.start(policy, 16)
-        bench.warm(names)
-        for rate in bench.arguments.rates:
-            times = poisson(rate, bench.arguments.seconds, 3)
-            chosen = skewed(len(times), 16, 0.6, 4)
-            requests = [bench.request(i, 256, 200, names[chosen[i]]) for i in range(len(times))]
-            before = bench.engine.stats().switches
-            m = metrics(*bench.drive(requests, times), bench.arguments.slo)
-            print(policy, rate, {k: round(v, 3) for k, v in m.items()},
-                  "switches", bench.engine.stats().switches - before, flush=True)  # fmt: skip
-            shown = ("atl", "per_output", "ttft", "between", "slo")
-            rows.append([policy, rate, *(m[key] for key in shown)])
-    table("Poisson arrivals, 60 % on one of 16 adapters",
-          ["policy", "requests/s", "average token latency, ms", "per output token, ms",
-           "mean TTFT, ms", "mean inter-token, ms", "SLO attainment"],
-          rows)  # fmt: skip
-
-
 def skew(bench):
     """Average token latency by skewness and policy: VaLoRA's visual retrieval (256 in, 200 out)."""
     policies, shares = bench.arguments.policies, bench.arguments.shares
@@ -515,7 +493,6 @@ SECTIONS = {
         kernels,
         prefill,
         throughput,
-        arrivals,
         skew,
         adapters,
         switch,
@@ -562,7 +539,6 @@ def options():
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 64])
     parser.add_argument("--requests", type=int, default=400)
-    parser.add_argument("--rates", nargs="+", type=float, default=[2, 6, 10, 16])
     parser.add_argument("--rate", nargs="+", type=float, default=[10, 32],
                         help="of `skew`; the first of `adapters`, too")  # fmt: skip
     parser.add_argument("--shares", nargs="+", type=float, default=[0.2, 0.4, 0.6, 0.8, 0.9])

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from pydantic import Field
 
 from valora_data.wording import plural
 from valora_serve.routing.base import RouterSettings
 from valora_serve.routing.routers import ROUTERS
+from valora_serve.server.settings import NotNegative, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +47,14 @@ class ReplicaSettings:
     router_settings: RouterSettings = field(default_factory=RouterSettings)
     ray_address: str | None = None
     application: str = "valora"
-    replica_cpus: float | None = None
-    target_requests: float = 64.0
-    scale_out_seconds: float = 10.0
-    scale_in_seconds: float = 300.0
-    start_seconds: float = 900.0
+    replica_cpus: Annotated[float, Field(gt=0)] | None = None
+    target_requests: Annotated[float, Field(gt=0)] = 64.0
+    scale_out_seconds: NotNegative = 10.0
+    scale_in_seconds: NotNegative = 300.0
+    start_seconds: Seconds = 900.0
 
     def __post_init__(self) -> None:
-        count, most, positive = self.replicas, self.max_replicas, "it must be more than 0"
+        count, most = self.replicas, self.max_replicas
         plain = self.application.replace("-", "").replace("_", "").isalnum()
         fewest = f"it is less than {plural(count or 0, 'replica')}: name at least as many"
         for name, right, rule in (
@@ -61,11 +65,6 @@ class ReplicaSettings:
             ("max_replicas", most is None or count is not None,
              "name the fewest replicas with replicas"),
             ("max_replicas", most is None or most >= (count or 0), fewest),
-            ("replica_cpus", self.replica_cpus is None or self.replica_cpus > 0, positive),
-            ("target_requests", self.target_requests > 0, positive),
-            ("start_seconds", self.start_seconds > 0, positive),
-            ("scale_out_seconds", self.scale_out_seconds >= 0, "it must not be negative"),
-            ("scale_in_seconds", self.scale_in_seconds >= 0, "it must not be negative"),
             ("application", plain, "use letters, digits, - and _ only"),
         ):  # fmt: skip
             if not right:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Annotated
 
-from valora_serve.errors import SettingsError
+from pydantic import Field
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +23,19 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """Settings of all routers; a SettingsError says that one is out of range."""
+    """Settings of all routers."""
 
     # `affinity` sends no request to a replica whose load is at least `bound` times the mean load of
     # all replicas, counting the request, or `excess` above it, as where very many requests wait, a
     # share of the mean is more than an adapter is worth.
-    bound: float = 1.25
-    excess: float = 16.0
-    slack: float = 8.0  # load below which `affinity` spreads nothing
+    bound: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 1.25
+    excess: Annotated[float, Field(gt=0)] = 16.0
+    # Load below which `affinity` spreads nothing.
+    slack: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 8.0
     # Replicas of which the one with the least load is taken: `least` draws them for each request,
     # `affinity` has them for each adapter.
-    choices: int = 2
+    choices: Annotated[int, Field(ge=1)] = 2
     seed: int = 0  # of random choices
-
-    def __post_init__(self) -> None:
-        for wrong, what, value, range_ in (
-            (not 1 < self.bound < math.inf, "load bound", self.bound, "above 1"),
-            (not self.excess > 0, "excess load", self.excess, "above 0"),
-            (not 0 <= self.slack < math.inf, "slack", self.slack, "of at least 0"),
-            (self.choices < 1, "number of choices", self.choices, "of at least 1"),
-        ):
-            if wrong:
-                raise SettingsError(
-                    f"The {what} of the router is {value:g}: choose a number {range_}."
-                )
 
 
 class Router(ABC):

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_266,
     "teachers/valora_teachers": 1_608,
     "kernels/valora_kernels": 3_765,
-    "valora_serve": 27_562,
+    "valora_serve": 27_550,
     "tests/*/valora_train": 6_977,
     "tests/*/valora_data": 3_516,
     "tests/*/valora_teachers": 1_135,

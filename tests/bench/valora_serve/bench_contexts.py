@@ -23,6 +23,7 @@ import argparse
 import hashlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,6 @@ from tests.bench.valora_serve.harness import Bench, found, metrics, table
 from valora_data.contract.contexts import PREFIX
 from valora_serve.catalogue.contexts import Context
 from valora_serve.catalogue.store import ResolvedModel, Staged
-from valora_serve.memory.unified import PackedPrefix
 from valora_serve.types import Request, SamplingParams, ServedModel
 
 DISTINCT = 4
@@ -57,7 +57,7 @@ def add_contexts(engine, count, tokens, position):
         name = f"document-{number}"
         content = hashlib.sha256(name.encode()).hexdigest()
         like = made[number % len(made)]
-        prefixes[content] = PackedPrefix(content, tokens, like.buffer)
+        prefixes[content] = replace(like, content=content)
         context = Context(
             name, PREFIX, tokens, position, content, like.bytes, position, file=Path(name)
         )

@@ -55,7 +55,9 @@ def find_device(settings: EngineSettings, rank: int = 0) -> torch.device:
                     f"{left or 'none'}{f' from {first} on' if first.index else ''}: ask for fewer"
                 )
             return torch.device("cuda", (first.index or 0) + rank)
-        return torch.empty(0, device=name).device
+        found = torch.zeros(1, device=name)
+        found.tolist()  # of torch's pseudo devices (meta) nothing can be read
+        return found.device
     except (RuntimeError, AssertionError) as error:
         raise SettingsError(
             f"device {name} cannot be used ({first_line(error)}): name cpu, cuda or auto; "

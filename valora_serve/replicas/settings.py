@@ -62,6 +62,8 @@ class ReplicaSettings:
              "name at least 1, or leave it out for one engine without Ray"),
             ("fronts", self.fronts is None or self.fronts >= 1,
              "name at least 1, or leave it out"),
+            ("fronts", self.fronts is None or count is not None,
+             "they pass requests to replicas, so name these with replicas"),
             ("max_replicas", most is None or count is not None,
              "name the fewest replicas with replicas"),
             ("max_replicas", most is None or most >= (count or 0), fewest),

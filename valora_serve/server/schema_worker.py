@@ -35,6 +35,7 @@ _SPACED = {"item_separator": ", ", "key_separator": ": "}  # as chat templates w
 def first_line(error: object) -> str:
     """Return the first line of an error of the grammar engine, without its place in the rules."""
     text = str(error).strip().rpartition("failed to compile JSON schema: ")[2]
+    text = re.sub(r"^regex parse error:\n {4}(.*)\n[ ^]*\nerror: ", r"pattern \1: ", text)
     return text.splitlines()[0][:300] if text else "it is none"
 
 

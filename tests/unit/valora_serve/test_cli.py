@@ -55,6 +55,8 @@ def test_a_key_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, capsys, the
         (["--device", "cuda", "--tensor-parallel", "99"], "99 GPUs are asked for, and this"),
         (["--tensor-parallel", "2", "--lora-parallel", "both"], "lora_parallel: expected one of"),
         (["--tensor-parallel", "0"], "tensor_parallel: expected at least 1, got 0"),
+        (["--device", "meta"], "device meta cannot be used ("),
+        (["--fronts", "2"], "fronts is 2: they pass requests to replicas"),
     ],
 )
 def test_gpus_that_cannot_share_a_model_are_refused_in_a_sentence(

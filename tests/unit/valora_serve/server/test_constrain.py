@@ -130,6 +130,13 @@ def test_schemas_that_cannot_be(grammars, schema):
     assert "\n" not in str(error.value)
 
 
+def test_a_pattern_that_is_none_is_named_with_the_reason(grammars):
+    for pattern, reason in (("[z-a]", "invalid character class range"), ("a\n(", "unclosed group")):
+        with pytest.raises(RequestError) as error:
+            made(grammars, {"properties": {"x": {"type": "string", "pattern": pattern}}})
+        assert f"pattern {pattern!a}: {reason}".replace("'", "") in str(error.value)
+
+
 def texts(count, name):
     return {
         "type": "object",

@@ -57,12 +57,12 @@ def find_device(settings: EngineSettings, rank: int = 0) -> torch.device:
             return torch.device("cuda", (first.index or 0) + rank)
         found = torch.zeros(1, device=name)
         found.tolist()  # of torch's pseudo devices (meta) nothing can be read
-        return found.device
     except (RuntimeError, AssertionError) as error:
         raise SettingsError(
             f"device {name} cannot be used ({first_line(error)}): name cpu, cuda or auto; "
             "`valora-serve --check` looks at the GPUs"
         ) from error
+    return found.device
 
 
 def limit_host_threads(device: torch.device) -> None:

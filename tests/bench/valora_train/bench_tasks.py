@@ -1,7 +1,6 @@
-"""Every built-in task fused with its defaults: accuracy by domain, adapters, attempts and time.
+"""Every built-in task fused with its defaults: accuracy by domain, adapters and attempts.
 
-`--work` keeps the stages' results, so that a run which was interrupted goes on; the time of a task
-whose stages are partly there is that of the rest.
+`--work` keeps the stages' results, so that a run which was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from tests.bench.valora_serve.harness import table
@@ -28,7 +26,6 @@ def main():
     options = parser.parse_args()
     domains, tasks = [], []
     for task in options.tasks:
-        started = time.monotonic()
         work = options.work / task
         paths = {"work": "work", "bundles": "bundles"}
         given = [f"paths.{name}={work / folder}" for name, folder in paths.items()]
@@ -36,17 +33,15 @@ def main():
         work.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "valora_train.cli", f"task={task}", *given]
         subprocess.run(command, check=True, stdout=sys.stderr)
-        minutes = (time.monotonic() - started) / 60
         manifest = json.loads((work / "bundles" / task / "bundle.json").read_text())
         domains += [[task, name, *cells(facts)] for name, facts in manifest["domains"].items()]
         tasks.append([
-            task, len(manifest["adapters"]), manifest["attempts"], len(manifest["rejected"]),
-            f"{minutes:.1f}",
+            task, len(manifest["adapters"]), manifest["attempts"], len(manifest["rejected"])
         ])  # fmt: skip
     table("Accuracy on test",
           ["task", "domain", "required", "without LoRA", "with LoRA (95 % interval)", "adapter",
            "teacher"], domains)  # fmt: skip
-    table("Fusions", ["task", "adapters", "attempts", "rolled back", "minutes"], tasks)
+    table("Fusions", ["task", "adapters", "attempts", "rolled back"], tasks)
 
 
 def cells(facts):

@@ -91,12 +91,12 @@ def admission(most=10, deadline_admission=True, deadline=0.0, **deadlines):
     )
 
 
-@examples(100)
 def enter(gate, model, running, deadline, count=1, client=""):
     gate.check(model, running, deadline, count, client)
     gate.enter(count, client)
 
 
+@examples(100)
 @example(most=1, slots=1, events=[1, 1, 1, "end", 1, 1])
 @example(most=3, slots=2, events=[4, 1, 2, 1, "end", 1])
 @given(

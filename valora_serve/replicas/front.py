@@ -37,27 +37,29 @@ from valora_serve.server.app import make_server
 from valora_serve.server.bodies import LARGE_BYTES, Bodies
 from valora_serve.server.errors import error_answer, error_body
 from valora_serve.server.gather import until_disconnect
+from valora_serve.server.middleware import SECURE, Middleware
 from valora_serve.server.telemetry import logs
 from valora_serve.server.telemetry.adapter_states import STATES
 
 if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
     from valora_serve.replicas.settings import ReplicaSettings
     from valora_serve.server.settings import ServerSettings
 
 MODEL = b"x-valora-model"  # names the model, so that the body is not searched for it
 FRONT = b"x-valora-front"  # with a replica's secret, and the connection of the client
+IDENTITY = b"x-request-id"
 FACTS = b"x-valora-facts"  # of answers: what the log says of the request
 ATTEMPTS = 2  # how often a request is sent, as long as none of its answer has come
 LOST_SECONDS = 4.0  # in which a replica that does not listen is not asked again
 IDLE_SECONDS = 10.0  # less than the 15 after which a replica closes a connection
 _HOP = {
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
-    b"upgrade", b"expect", _LENGTH := b"content-length", FRONT, MODEL,
+    b"upgrade", b"expect", _LENGTH := b"content-length", FRONT, MODEL, IDENTITY,
 }  # fmt: skip
 """Headers that are not passed on: those of one connection, and ours."""
-_OWN = {b"date", FACTS}  # of answers, which uvicorn writes itself, or which are ours
+_OWN = {b"date", FACTS, *(name for name, _ in SECURE)}  # of answers, which are written here
 _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _NAMED = re.compile(rb'"(model|domains)"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")')
 _VISION = re.compile(r"/v1/vision/([^/]+)")
@@ -94,31 +96,16 @@ class Front:
             del self._recent[gone]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI request."""
+        """Handle an ASGI request, within the server's `Middleware`."""
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
-        began = time.perf_counter()
-        log = {"method": scope["method"], "path": scope["path"][:200], "status": 499,
-               "client": (scope.get("client") or ("",))[0]}  # fmt: skip
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                log["status"] = message["status"]
-            async with asyncio.timeout(self._settings.send_seconds):
-                await send(message)
-
-        with contextlib.ExitStack() as stack:
-            scope["state"] = {"stack": stack}
-            try:
-                await self._handle(Request(scope, receive), sending, log)
-            except TimeoutError:
-                logs.LOG.warning("the client does not read its response: its request is cancelled")
-            except CancelledRequestError:
-                pass
-            except ValoraError as error:
-                await error_answer(error)(scope, receive, sending)
-        logs.access(log | {"seconds": round(time.perf_counter() - began, 4)})
+        try:
+            await self._handle(Request(scope, receive), send)
+        except CancelledRequestError:
+            pass
+        except ValoraError as error:
+            await error_answer(error)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         async with aiohttp.ClientSession(
@@ -131,15 +118,14 @@ class Front:
                 await receive()
                 await send({"type": f"lifespan.{name}.complete"})
 
-    async def _handle(self, request: Request, send: Send, log: dict[str, Any]) -> None:
+    async def _handle(self, request: Request, send: Send) -> None:
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or int(length[:20] or 0) > LARGE_BYTES:
             self._keys.check(request.headers.get("authorization"))  # before it takes memory
         body = await self._bodies.read(request, Rules())
-        path = request.scope["path"].removeprefix(self._settings.root_path)
+        path = request.scope["path"].removeprefix(request.scope["root_path"])
         if (join := joining(f"{request.method} {path}")) is not None:
-            asking = self._ask_all(request, body, join, send, log)
-            await until_disconnect(request.receive, asking)
+            await until_disconnect(request.receive, self._ask_all(request, body, join, send))
             return
         model, left = named(request, body), ATTEMPTS
         tried: list[Report] = []
@@ -147,7 +133,7 @@ class Front:
             tried.append(one := self._choose(model, tried))
             self._sent[one.replica] += 1
             try:
-                passing = self._pass(one, request, body, send, log)
+                passing = self._pass(one, request, body, send)
                 await until_disconnect(request.receive, passing)
             except _NO_CONNECTION:  # nothing was sent
                 self._lost[one.replica] = time.monotonic()
@@ -186,6 +172,7 @@ class Front:
         ]  # fmt: skip
         told = json.dumps([scope.get("client"), scope.get("server"), scope["scheme"], counts])
         headers.append((FRONT.decode(), f"{one.secret} {told}"))
+        headers.append((IDENTITY.decode(), str(logs.request_id.get())))
         query = scope["query_string"]
         target = scope["raw_path"] + (b"?" + query if query else b"")
         url = URL(one.url + target.decode("latin-1"), encoded=True)
@@ -194,14 +181,12 @@ class Front:
             scope["method"], url, headers=headers, data=data, allow_redirects=False
         )
 
-    async def _pass(
-        self, one: Report, request: Request, body: bytes, send: Send, log: dict[str, Any]
-    ) -> None:
+    async def _pass(self, one: Report, request: Request, body: bytes, send: Send) -> None:
         """Have a replica answer, and pass the answer on as it comes."""
         answer = None
         try:
             async with self._ask(one, request, body) as answer:
-                await send(_start(answer, log))
+                await send(_start(answer, request))
                 async for piece in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body"})
@@ -220,9 +205,7 @@ class Front:
             last = b"\n\ndata: " + event + b"\n\ndata: [DONE]\n\n"
             await send({"type": "http.response.body", "body": last})
 
-    async def _ask_all(
-        self, request: Request, body: bytes, join: Join, send: Send, log: dict[str, Any]
-    ) -> None:
+    async def _ask_all(self, request: Request, body: bytes, join: Join, send: Send) -> None:
         """Answer with what all replicas say, as one, or with what one of them refuses with."""
         first = next(iter(self._replicas), None)
 
@@ -243,17 +226,15 @@ class Front:
         if answer.status == 200:
             good = {name: page for name, answer, page in answers if answer.status == 200}
             page = await asyncio.to_thread(join, good)
-        start = _start(answer, log)
+        start = _start(answer, request)
         headers = [pair for pair in start["headers"] if pair[0].lower() != _LENGTH]
         await send({**start, "headers": [*headers, (_LENGTH, b"%d" % len(page))]})
         await send({"type": "http.response.body", "body": page})
 
 
-def _start(answer: Any, log: dict[str, Any]) -> dict[str, Any]:
+def _start(answer: Any, request: Request) -> dict[str, Any]:
     """The start of a replica's answer, as its client gets it; the log is told of the request."""
-    log |= json.loads(answer.headers.get(FACTS.decode(), "{}"))
-    log["request_id"] = answer.headers.get("x-request-id")
-    logs.request_id.set(log["request_id"])  # of this task
+    request.state.facts |= json.loads(answer.headers.get(FACTS.decode(), "{}"))
     headers = [
         (name, value) for name, value in answer.raw_headers
         if (key := name.lower()) not in _OWN and (key not in _HOP or key == _LENGTH)
@@ -319,7 +300,7 @@ def main() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     front = Front(settings, replicas, slots, fronts)
     front.update(pickle.load(source))
-    server = make_server(cast("Any", front), settings)
+    server = make_server(cast("Any", Middleware(front, settings)), settings)
 
     def follow(loop: asyncio.AbstractEventLoop) -> None:
         try:

@@ -17,7 +17,7 @@ from valora_serve.server.telemetry.metrics import Metrics
 
 LOGGED_PATH = 200  # characters of a path that the access log shows
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
-_SECURE = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
+SECURE = [(b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer")]
 
 
 class StalledClientError(Exception):
@@ -27,7 +27,9 @@ class StalledClientError(Exception):
 class Middleware:
     """ASGI middleware around the whole application."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, metrics: Metrics | None = None
+    ) -> None:
         self._app, self._settings, self._metrics = app, settings, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +45,7 @@ class Middleware:
         identity = logs.accepted_id(sent.decode("latin-1"))
         token = logs.request_id.set(identity)
         stack = contextlib.ExitStack()  # what the request holds until its response is sent
-        # Where the replica's front logs the request, it has given the facts' place.
+        # A replica has given the facts' place, as its front logs the request.
         facts: dict[str, Any] = scope.get("state", {}).get("facts", {})
         # HEAD is answered as GET, and the connection leaves the body out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
@@ -54,7 +56,7 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                extra = [(b"x-request-id", identity.encode()), *_SECURE]
+                extra = [(b"x-request-id", identity.encode()), *SECURE]
                 message["headers"] = [*message.get("headers", ()), *extra]
             try:
                 async with asyncio.timeout(self._settings.send_seconds):
@@ -63,7 +65,8 @@ class Middleware:
                 raise StalledClientError from error
 
         async def failed(error: ServeError) -> None:
-            self._metrics.failed(error.code)
+            if self._metrics is not None:
+                self._metrics.failed(error.code)
             if not status:
                 await error_answer(error)(inner, receive, sending)
 
@@ -81,7 +84,8 @@ class Middleware:
             seconds = time.perf_counter() - began
             pattern = getattr(inner.get("route"), "path", None) or "other"
             shown = scope["method"] if scope["method"] in _METHODS else "other"
-            self._metrics.http(pattern, shown, status or 499, seconds)
+            if self._metrics is not None:
+                self._metrics.http(pattern, shown, status or 499, seconds)
             logs.access({
                 "method": scope["method"], "path": path[:LOGGED_PATH], "status": status or 499,
                 "seconds": round(seconds, 4), "client": (scope.get("client") or ("",))[0], **facts,

@@ -13,6 +13,7 @@ from valora_serve.replicas.front import Front, merge, named
 from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.app import make_server
 from valora_serve.server.listen import bind
+from valora_serve.server.middleware import Middleware
 from valora_serve.server.settings import ServerSettings
 
 KEY = "a-key-of-these-tests"
@@ -59,7 +60,7 @@ async def fronted(*replicas, **settings):
     made = ServerSettings(port=0, api_key=KEY, **settings)
     front = Front(made, ReplicaSettings(replicas=2, router="affinity"), 4, 2)
     front.update(reports)
-    server, sockets = make_server(front, made), bind(made)
+    server, sockets = make_server(Middleware(front, made), made), bind(made)
     serving = asyncio.create_task(server.serve(sockets))
     url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, timeout=20) as client:
@@ -85,10 +86,11 @@ def run(case):
 
 def test_requests_and_answers_are_passed_on_as_they_are():
     async def case():
-        one = Replica(answer(b"{ }", b"x-request-id: abc", b'x-valora-facts: {"key": "me"}'))
+        one = Replica(answer(b"{ }", b"x-request-id: its", b'x-valora-facts: {"key": "me"}'))
         async with fronted(one) as (client, _):
             sent = {"authorization": f"Bearer {KEY}", "x-valora-front": "mine", "te": "x",
-                    "content-type": "application/json", "host": "valora.example"}  # fmt: skip
+                    "content-type": "application/json", "host": "valora.example",
+                    "x-request-id": "abc"}  # fmt: skip
             got = await client.post("/v1/a%20b?c=%2F", content=b'{"model":"x"}', headers=sent)
             assert (got.status_code, got.content, got.headers["x-request-id"]) == (
                 200, b"{ }", "abc",
@@ -99,6 +101,7 @@ def test_requests_and_answers_are_passed_on_as_they_are():
         assert one.bodies == [b'{"model":"x"}']
         assert headers["host"] == "valora.example"
         assert headers["authorization"] == f"Bearer {KEY}"
+        assert headers["x-request-id"] == "abc"
         assert "te" not in headers
         secret, told = headers["x-valora-front"].split("secret ")
         client, server, *more = json.loads(told)

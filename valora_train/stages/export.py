@@ -120,7 +120,8 @@ def _write_bundle(
     write_manifest(folder, manifest)
     written, device = read_bundle(folder), settings.model.device
     model, rounded = BundleModel(written, device=device), None
-    if settings.model.dtype == "float32" and settings.model.quantize is None:
+    exact = settings.model.dtype == "float32" and settings.model.quantize is None
+    if exact and model.device in ("cpu", "cuda"):
         rounded = BundleModel(written, device=device, dtype=SHORT)
     reported = [item for item in domains if item.settings.name in manifest["domains"]]
     golden = [_golden_examples(folder, manifest, item, model, rounded) for item in reported]

@@ -21,7 +21,7 @@ from tests.support.engine_reference import (
 )
 from tests.support.serve_helpers import LANGUAGE, make_adapter
 from valora_kernels.merge import MergeableWeights
-from valora_serve.errors import AdapterError, QuarantinedError, RequestError
+from valora_serve.errors import AdapterError, QuarantinedError, UnknownModelError
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
 from valora_serve.types import Finish, Mode
 
@@ -107,7 +107,7 @@ def test_the_same_name_with_other_content(base, adapters, reference):
     assert found["late"].tokens == found["old"].tokens
     assert len(engine.adapters) == 1
     engine.load(adapters["c"], "x")
-    with pytest.raises(RequestError, match="ask again"):
+    with pytest.raises(UnknownModelError, match="ask again"):
         engine.add(later)
     assert_empty(engine)
 

@@ -74,6 +74,15 @@ FIGURES = {
         f"{SERVE}.bench_replicas throughput --base llava-7b --seconds 24 --clients 128 --senders 8",
         2,
     ),
+    "affinity": Figure(
+        f"{SERVE}.bench_replicas affinity --base llava-7b --affinity-layers 8 --seconds 24 "
+        "--senders 8",
+        2,
+    ),
+    "kill": Figure(f"{SERVE}.bench_replicas kill --base llava-7b --seconds 15", 2),
+    "fronts": Figure(
+        f"{SERVE}.bench_replicas front --fronts 1 2 4 8 --seconds 8 --clients 128 --senders 4"
+    ),
     "http": Figure(f"{SERVE}.bench_http"),
     "shelf": Figure(f"{SERVE}.bench_shelf --seconds 3"),
     "tasks": Figure("tests.bench.valora_train.bench_tasks"),

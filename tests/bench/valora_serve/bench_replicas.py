@@ -3,10 +3,10 @@
     python -m tests.bench.valora_serve.bench_replicas throughput affinity kill front
 
 needs two GPUs (``--counts 1 2 4``: four) and prints a table for each. Throughput and recovery are
-measured with 16 adapters, the routers with 200 on ``--affinity-base``, which can have fewer layers:
-loads and steps grow alike with them. Part ``front`` needs no GPU: its replicas answer at once.
-Clients are processes of their own, as many as ``--senders`` says. With ``--tiny`` it runs on the
-CPU with the tiny base model and few requests, which shows that it works and measures nothing.
+measured with 16 adapters, the routers with 200, where ``--affinity-layers`` of ``--base llava-7b``
+are enough: loads and steps grow alike with them. Part ``front`` needs no GPU: its replicas answer
+at once. Clients are processes of their own, as many as ``--senders`` says. With ``--tiny`` it runs
+on the CPU with the tiny base model and few requests: it then shows that it works, and no more.
 """
 
 import argparse
@@ -247,7 +247,7 @@ def percentile(values, share):
 
 def table(title, *columns):
     """An empty table with machine and date."""
-    where = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    where = f"{platform.processor() or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
     made = Table(title=f"{title} ({where}, {time.strftime('%Y-%m-%d')})", title_justify="left")
     for column in columns:
         made.add_column(column, justify="right")
@@ -334,7 +334,7 @@ def kill(shape, folder, store, console):
         before = load(server.url, shape, shape.seconds)
         usual = len(before) / shape.seconds
         for what, name in VICTIMS.items():
-            seconds = max(60.0, 3 * shape.seconds)
+            seconds = max(45.0, 3 * shape.seconds)  # 30 to come back in
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 loading = pool.submit(load, server.url, shape, seconds, seed=1)
                 while not sum(server.metrics("num_requests_running").values()):
@@ -483,7 +483,7 @@ def main():
     parser.add_argument("parts", nargs="+", choices=["throughput", "affinity", "kill", "front"])
     parser.add_argument("--tiny", action="store_true", help="a small run on the CPU")
     parser.add_argument("--base", help="base model: a folder or hub name; llava-7b: that shape")
-    parser.add_argument("--affinity-base", help="base model of part affinity")
+    parser.add_argument("--affinity-layers", type=int, default=32, help="of llava-7b")
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--clients", type=int, default=64, help="requests in progress")
     parser.add_argument("--counts", type=int, nargs="+", default=[1, 2], help="replicas")
@@ -499,14 +499,19 @@ def main():
             few, base=found.base, adapters=16, rank=64, slots=32, clients=found.clients,
             seconds=found.seconds, tokens=128, options=(),
         )  # fmt: skip
-        base = found.affinity_base or found.base
-        many = replace(few, base=base, adapters=200, clients=2 * found.clients, tokens=32)
+        many = replace(few, adapters=200, clients=2 * found.clients, tokens=32)
     console = Console()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if found.base == "llava-7b":
-            few = replace(few, base=str(save_base(folder / "base", "cuda:0", 32, 4096)))
-            many = replace(many, base=found.affinity_base or few.base)
+            wanted = {found.affinity_layers if one == "affinity" else 32 for one in found.parts}
+            bases = {
+                count: str(save_base(folder / f"base-{count}", "cuda:0", count, 4096))
+                for count in wanted
+            }
+            torch.cuda.empty_cache()
+            few = replace(few, base=bases.get(32, few.base))
+            many = replace(many, base=bases.get(found.affinity_layers, many.base))
         if {"throughput", "kill"} & {*found.parts}:
             store = save_adapters(few, folder / "few")
             if "throughput" in found.parts:

@@ -30,7 +30,7 @@ def atmm(
 ) -> None:
     """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ, for each projection that shares x.
 
-    Sums are in fp32 and y is rounded once; without a GPU or Triton the reference computes the same.
+    Sums are in fp32 and y is rounded once; without a GPU or Triton, `atmm_reference` in x's dtype.
     Nothing waits for the device; after a first call it can be captured in a graph (`LoraBatch`).
 
     Args:
@@ -45,7 +45,7 @@ def atmm(
     """
     check(ys, x, weights, batch)
     if tiling is None and not use_triton(x):
-        atmm_reference(ys, x, weights, batch)
+        atmm_reference(ys, x, weights, batch, x.dtype)
         return
     if not aligned(weights) or not readable([x, *ys]):
         raise ValueError(

@@ -31,7 +31,6 @@ from valora_kernels.launching import (
     tiles_to_launch,
     use_triton,
 )
-from valora_kernels.reference import atmm_reference
 
 if TYPE_CHECKING:
     from valora_kernels.metadata import LoraBatch
@@ -114,8 +113,8 @@ def _apart(
             y.addmm_(x, base.T)
         else:
             torch.mm(x, base.T, out=y)
-    if not first:  # what the reference relies on is checked already
-        (atmm if use_triton(x) else atmm_reference)(ys, x, weights, batch)
+    if not first:
+        atmm(ys, x, weights, batch)
 
 
 def _as_one(parts: Tensors, dim: int) -> torch.Tensor | None:

@@ -12,20 +12,26 @@ if TYPE_CHECKING:
     from valora_kernels.weights import LoraWeights, Tensors
 
 
-def atmm_reference(ys: Tensors, x: torch.Tensor, weights: LoraWeights, batch: LoraBatch) -> None:
+def atmm_reference(
+    ys: Tensors,
+    x: torch.Tensor,
+    weights: LoraWeights,
+    batch: LoraBatch,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """y[m] += Σ_t coefficient_t · scaling(a_t) · (x[m] Aᵀ) Bᵀ for each projection (VaLoRA §4.3).
 
-    All is in fp32 and y [rows, out_features[p]], changed in place, is rounded once. Arguments as in
-    `atmm.atmm`.
+    All is in `dtype`, and y [rows, out_features[p]], changed in place, is rounded once for each
+    term. Arguments as in `atmm.atmm`.
     """
     for rows, terms in _segments(batch, x.device):
-        inputs = x[rows].float()
+        inputs = x[rows].to(dtype)
         for p, y in enumerate(ys):
-            total = y[rows].float()
+            total = y[rows].to(dtype)
             for _, slot, rank, scale in terms:
                 a, b = weights.rows_of(p, slot, rank)
-                total.addmm_((inputs @ a.float().T) * scale, b.float())
-            if y.dtype != torch.float32 or not isinstance(rows, slice):  # else a view of y
+                total.addmm_((inputs @ a.to(dtype).T).mul_(scale), b.to(dtype))
+            if y.dtype != dtype or not isinstance(rows, slice):  # else a view of y
                 y[rows] = total.to(y.dtype)
 
 

@@ -13,7 +13,7 @@ BUDGETS = {
     "valora_train": 10_611,
     "data/valora_data": 9_266,
     "teachers/valora_teachers": 1_608,
-    "kernels/valora_kernels": 3_765,
+    "kernels/valora_kernels": 3_770,
     "valora_serve": 27_540,
     "tests/*/valora_train": 6_977,
     "tests/*/valora_data": 3_516,

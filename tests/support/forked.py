@@ -113,11 +113,11 @@ class ForkedWorker(Forked):
 
     def __init__(self, command, *, pass_fds, **_):
         assert command[:3] == [sys.executable, "-m", Workers.module]
-        self._start(_work, Connection(os.dup(*pass_fds)))
+        self._start(_work, *(Connection(os.dup(one)) for one in pass_fds))
 
 
-def _work(pipe):
-    workers.main([str(pipe.fileno())])
+def _work(*pipes):
+    workers.main([str(pipe.fileno()) for pipe in pipes])
 
 
 @contextmanager

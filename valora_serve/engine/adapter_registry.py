@@ -189,17 +189,12 @@ class AdapterRegistry:
     def _pack_prefixes(self, staged: Staged) -> dict[str, PackedPrefix]:
         contexts = {one.context.content: one.context for one in staged.targets if one.context}
         return {
-            content: self.pack_prefix(
-                contexts[content].name, contexts[content].file, content, memory
-            )
+            content: self.pack_prefix(contexts[content].name, content, memory)
             for content, memory in staged.memories.items()
         }
 
-    def pack_prefix(
-        self, name: str, file: Path | None, content: str, memory: Memory
-    ) -> PackedPrefix:
-        """Lay out the prefix of a context, which was read from a file, in host memory."""
-        del file  # other ranks read it
+    def pack_prefix(self, name: str, content: str, memory: Memory) -> PackedPrefix:
+        """Lay out the prefix of a context in host memory."""
         keys, values = (memory.tensors[part][:, self._lmm.own_kv_heads]
                         for part in ("keys", "values"))  # fmt: skip
         return self._memory.pack_prefix(name, content, keys, values)
@@ -237,7 +232,7 @@ class AdapterRegistry:
 
         def reload() -> PackedPrefix:
             found, memory = reread_context(context, file, self._store.base_hash(), config)
-            return self.pack_prefix(context.name, file, found, memory)
+            return self.pack_prefix(context.name, found, memory)
 
         self._prefixes.add(self.prefix_key(context), packed, reload)
 

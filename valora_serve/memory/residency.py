@@ -290,7 +290,7 @@ class Residency(Generic[P]):
                 else:
                     self._take_in(entry, reading.result, entry.urgent)
         elif entry.copied is not None and entry.copied.query():
-            self._arrived(entry)
+            self.arrived(entry)
 
     def _take_in(self, entry: Entry[P], read: Callable[[], P], urgent: bool) -> bool:
         """Hold what was read again, if it still has the same content, and start copying it."""
@@ -323,10 +323,11 @@ class Residency(Generic[P]):
         self.budget.mark_loaded(entry)
         entry.copied = self.copy(entry)
         if entry.copied is None:
-            self._arrived(entry)
+            self.arrived(entry)
         return True
 
-    def _arrived(self, entry: Entry[P]) -> None:
+    def arrived(self, entry: Entry[P]) -> None:
+        """Note that an entry is on the device."""
         entry.copied = None
         self.loading.discard(entry.key)
         self.resident.add(entry.key)

@@ -127,8 +127,8 @@ class _Adapters(Residency[Any]):
         self.ends[entry.key] = end
         return SimpleNamespace(query=lambda: end <= machine.now)
 
-    def _arrived(self, entry: Entry[Any]) -> None:
-        super()._arrived(entry)
+    def arrived(self, entry: Entry[Any]) -> None:
+        super().arrived(entry)
         del self.ends[entry.key]
 
 

@@ -9,7 +9,7 @@ from valora_data.contract.quantized import NF4
 from valora_kernels.operators import ATMM, OPERATORS
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
-from valora_serve.parallel.partition import LORA_PARALLEL, REPLICATE_A
+from valora_serve.parallel import LORA_PARALLEL, REPLICATE_A
 
 FP8, NF4_PACKED = "fp8", "nf4_packed"
 QUANTIZATIONS = ("auto", "none", NF4, NF4_PACKED, FP8)

@@ -21,10 +21,19 @@ from valora_kernels.weights import LoraWeights
 from valora_serve.catalogue.adapters import Adapter
 from valora_serve.errors import AdapterError
 from valora_serve.memory.residency import Packed
-from valora_serve.parallel.partition import Share
 
 ALIGNMENT = 8
 """A rank row starts at a multiple of this many elements in its page: 16 bytes in 16 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank of a tensor-parallel group holds of the LoRA matrices of linear layers."""
+
+    row: bool  # whether the layers are split by their inputs
+    inputs: slice  # columns of every A
+    outputs: tuple[slice, ...]  # rows of each B
+    exchanges: bool  # whether no matrix is whole, so that x·Aᵀ must be summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +50,16 @@ class GroupSpec:
     @property
     def a_width(self) -> int:
         """Width of the rows of each layer's A."""
-        split = self.share is not None and self.share.exchanges and not self.share.row
-        return self.in_features // self.share.size if split and self.share else self.in_features
+        return self.in_features if self.share is None else _length(self.share.inputs)
 
     @property
     def b_widths(self) -> tuple[int, ...]:
         """Width of the rows of each layer's Bᵀ."""
-        if self.share is None or not (self.share.exchanges and self.share.row):
-            return self.out_features
-        return tuple(width // self.share.size for width in self.out_features)
+        return self.out_features if self.share is None else tuple(map(_length, self.share.outputs))
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +230,7 @@ class UnifiedMemory:
             _, index, group = self._projections[run.module]
             a, b = pair.a, pair.b
             if group.share is not None:
-                a = a[:, group.share.part(index, a.shape[1], inputs=True)]
-                b = b[group.share.part(index, len(b), inputs=False)]
+                a, b = a[:, group.share.inputs], b[group.share.outputs[index]]
             part = (b.T if run.part else a)[run.first : run.first + run.rows]
             if run.part == 1 and pair.scaling != adapter.scaling:
                 part = part.float() * (pair.scaling / adapter.scaling)

@@ -282,10 +282,12 @@ class Linears:
             return {}
         weights = [group.matrix(index) for group, index in text.values()]
         norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in weights]
-        whole = [s.size if (s := group.spec.share) and s.row else 1 for group, _ in text.values()]
-        rows = [len(weight) / size for weight, size in zip(weights, whole, strict=True)]
-        sums = torch.stack((torch.stack(norms).square(), norms[0].new_tensor(rows)))
+        rows = norms[0].new_tensor([len(weight) for weight in weights])
+        sums = torch.stack((torch.stack(norms).square(), rows))
         if self.group is not None:
+            # Of a row layer, each rank has all rows.
+            split = [(s := group.spec.share) is not None and s.row for group, _ in text.values()]
+            sums[1, split] /= self.group.size
             self.group.all_reduce(sums)
         return dict(zip(text, (sums[0] / sums[1]).sqrt().tolist(), strict=True))
 

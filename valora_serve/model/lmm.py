@@ -20,9 +20,9 @@ from valora_serve.model.attention.base import AttentionPlan, register_attention
 from valora_serve.model.linears import LinearGroup, Linears, MakeGroup
 from valora_serve.model.prompt import Visual, VisualFeatures
 from valora_serve.model.quantized_linears import ALIGNMENT, check_device, make_fp8, make_nf4
-from valora_serve.model.split import SplitHead, SplitReader
+from valora_serve.model.split import SplitHead, SplitReader, part_of
+from valora_serve.parallel import REPLICATE_A
 from valora_serve.parallel.group import Group
-from valora_serve.parallel.partition import REPLICATE_A
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +73,8 @@ class Lmm(BaseModel):
         self.head_dim = int(getattr(text, "head_dim", None) or self.width // heads)
         rank, size = (split.group.rank, split.group.size) if split else (0, 1)
         # Of queries, and of keys and values, that this process computes; and which those are.
-        self.heads, self.kv_heads = heads // size, max(kv_heads // size, 1)
-        first = rank * kv_heads // size
-        self.own_kv_heads = slice(first, first + self.kv_heads)
+        self.own_kv_heads = own = part_of(kv_heads, rank, size)
+        self.heads, self.kv_heads = heads // size, own.stop - own.start
         within = {
             path: "text" if part is ModelPart.LANGUAGE else "vision"
             for path, part in self.architecture.adaptable(model).items()
@@ -90,7 +89,7 @@ class Lmm(BaseModel):
             check_library(device.type)
             make = make_nf4(self.dtype)
         # Linears by the names that adapters on disk use, with the sizes of the whole model.
-        self.targets = (split and split.targets) or ModelTargets.of(model, self.architecture)
+        self.targets = ModelTargets.of(model, self.architecture)
         group = split.group if split else None
         self.linears = Linears.of(model, within, make, self.architecture.linears, group)
         if split is not None:

@@ -4,13 +4,15 @@ transformers builds the model without memory. Before it reads the weights, the d
 layers and the safetensors' matrices are cut to this process's parts, so that none ever holds the
 whole. Column layers (q, k, v, gate, up) are split by their outputs, row layers (o, down) by their
 inputs, and one all-reduce sums the outputs of a row layer with its LoRA terms. The output layer is
-split by the vocabulary; all else is replicated.
+split by the vocabulary once it is read; all else is replicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,27 +20,39 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from valora_data.contract import quantized
-from valora_data.contract.base_model import base_folder
-from valora_data.models.base import ModelPart
+from valora_data.contract.base_model import load_model
+from valora_data.models.base import LLAMA, LinearNames, ModelPart
 from valora_data.models.registry import architecture_of, empty_model, family_of
 from valora_kernels import two_steps
+from valora_kernels.launching import ALIGNMENT
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.weights import LoraWeights
 from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
-from valora_serve.memory.unified import GroupSpec
+from valora_serve.memory.unified import GroupSpec, Share
 from valora_serve.model.linears import LinearGroup, LoraScope
+from valora_serve.parallel import REPLICATE_A, SLORA
 from valora_serve.parallel.group import Group
-from valora_serve.parallel.partition import (
-    ALIGNMENT,
-    REPLICATE_A,
-    SLORA,
-    Share,
-    Slice,
-    partition,
-)
 
-HEAD = "lm_head"  # path of the output layer
+
+def part_of(width: int, rank: int, size: int) -> slice:
+    """A rank's part of a width that the ranks divide equally, or of heads that they may share."""
+    first = rank * width // size
+    return slice(first, first + max(width // size, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The inputs (of a `row` layer) or outputs of a linear layer that a rank holds."""
+
+    row: bool
+    own: slice
+
+    def of(self, values: Any, name: str) -> Any:
+        """The part of the ``weight``, or of the ``bias``, which is whole where inputs are split."""
+        if not self.row:
+            return values[self.own]
+        return values[...] if name == "bias" else values[:, self.own]
 
 
 @dataclass(slots=True)
@@ -50,7 +64,6 @@ class SplitReader:
     quantize: str | None = None
     lora: str = REPLICATE_A  # how LoRA matrices are split
     slices: dict[str, Slice] = field(default_factory=dict)  # of the decoder's linears, by path
-    targets: ModelTargets | None = None  # those of adapters, with the sizes of the whole model
 
     def __call__(self, source: str, *, dtype: torch.dtype, **options: Any) -> Any:
         """Read the model to the group's device."""
@@ -58,140 +71,135 @@ class SplitReader:
 
         config = AutoConfig.from_pretrained(source)
         kind: Any = family_of(config.model_type).auto_class()._model_mapping[type(config)]
-        reader = self
 
-        class Part(kind):  # type: ignore[misc]
-            def __init__(self, *arguments: Any, **more: Any) -> None:
-                super().__init__(*arguments, **more)
-                reader.cut(self)
+        def load(model: Any, _: Any, files: Sequence[str], load_config: Any, *more: Any) -> Any:
+            parts = self.open(model, files, dtype)
+            return kind._load_pretrained_model(model, parts, None, load_config, *more)
 
-            @staticmethod
-            def _load_pretrained_model(
-                model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any
-            ) -> Any:
-                found = reader.open(model, checkpoint_files, dtype, load_config)
-                return kind._load_pretrained_model(model, found, None, load_config, *more)
-
-        for name in ("__name__", "__qualname__", "__module__"):
-            setattr(Part, name, getattr(kind, name))
-        return Part.from_pretrained(
+        # Of the same name, by which transformers knows how its weights are called in files.
+        own = {"_load_pretrained_model": staticmethod(load), "__module__": kind.__module__}
+        part: Any = type(kind.__name__, (kind,), own)
+        return part.from_pretrained(
             source, dtype=dtype, device_map={"": self.group.device}, use_safetensors=True, **options
         )
 
-    def cut(self, model: Any) -> None:
+    def cut(self, model: Any) -> ModelTargets:
         """Cut the linear layers of a model without memory; their features stay the whole ones."""
         architecture = architecture_of(model, self.base)
-        self.targets = ModelTargets.of(model, architecture)
-        parts = architecture.adaptable(model).items()
-        inside = tuple(f"{path}." for path, part in parts if part is ModelPart.LANGUAGE)
-        linears = {
-            path: module for path, module in model.named_modules()
-            if isinstance(module, nn.Linear) and path.startswith(inside)
-        }  # fmt: skip
+        targets = ModelTargets.of(model, architecture)
         text = model.config.get_text_config()
         heads = int(text.num_attention_heads)
         kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
         head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-        for name, weight in model.named_parameters():
-            owner = name.rpartition(".")[0]
-            if owner in linears or not name.startswith(inside):
-                continue
-            # Besides linear layers, only norms of a row, or of a head, can be on every GPU.
-            of_head = owner.rpartition(".")[2] in architecture.linears.head_norms
-            if weight.ndim > 1 or (of_head and len(weight) != head_dim):
-                raise SettingsError(
-                    f"tensor_parallel: {name} of base model {self.base} cannot be split: serve it "
-                    "on one GPU"
-                )
-        shapes = {path: (one.out_features, one.in_features) for path, one in linears.items()}
-        self.slices = partition(
-            shapes, heads, kv_heads, head_dim, self.group.rank, self.group.size, self.base,
-            architecture.linears,
-        )  # fmt: skip
-        if not getattr(model.config, "tie_word_embeddings", False):
-            linears[HEAD] = model.get_submodule(HEAD)
-            self.slices[HEAD] = _vocabulary_slice(len(linears[HEAD].weight), self.group)
+        language = [path for path, part in targets.parts.items() if part is ModelPart.LANGUAGE]
+        shapes = {path: targets.linears[path] for path in language}
+        self.partition(shapes, heads, kv_heads, head_dim, architecture.linears)
         for path, part in self.slices.items():
-            for name, weight in list(linears[path].named_parameters(recurse=False)):
-                cut = nn.Parameter(part.of(weight, weight.ndim).clone(), False)
-                setattr(linears[path], name, cut)
+            linear = model.get_submodule(path)
+            for name, weight in list(linear.named_parameters(recurse=False)):
+                setattr(linear, name, nn.Parameter(part.of(weight, name).clone(), False))
+        return targets
 
-    def open(
-        self, model: Any, files: Sequence[str] | None, dtype: torch.dtype, load_config: Any
-    ) -> dict[str, Any]:
-        """Return the weights in safetensors files by their names there, to be read one by one."""
+    def partition(
+        self, linears: Mapping[str, tuple[int, int]], heads: int, kv_heads: int, head_dim: int,
+        names: LinearNames = LLAMA,
+    ) -> None:  # fmt: skip
+        """Find the slices of all linear layers of a decoder, given as (outputs, inputs) by path.
+
+        Query heads are dealt out in runs of equal length; where there are fewer heads of keys and
+        values than ranks, each is on all ranks whose query heads read it.
+        """
+        rank, size = self.group.rank, self.group.size
+        known, widths = (*itertools.chain(*names.column), *names.row), set()
+        own_heads = part_of(kv_heads, rank, size)
+        for path, (outputs, inputs) in linears.items():
+            leaf = path.rpartition(".")[2]
+            if leaf not in known:
+                raise SettingsError(
+                    f"tensor_parallel: {path} of base model {self.base} cannot be split (known "
+                    f"layers: {', '.join(known)}); serve it on one GPU"
+                )
+            own = slice(own_heads.start * head_dim, own_heads.stop * head_dim)
+            if leaf not in names.kv:
+                width = inputs if leaf in names.row else outputs
+                widths.add(width)
+                own = part_of(width, rank, size)
+            self.slices[path] = Slice(leaf in names.row, own)
+        fitting = [
+            str(n) for n in range(1, heads + 1)
+            if not (kv_heads % n and n % kv_heads) and not any(w % n for w in (heads, *widths))
+        ]  # fmt: skip
+        if str(size) not in fitting:
+            raise SettingsError(
+                f"tensor_parallel: {size} GPUs cannot share base model {self.base} with {heads} "
+                f"attention heads, {kv_heads} of keys and values, and widths {sorted(widths)} "
+                f"equally: use {', '.join(fitting)}"
+            )
+
+    def open(self, model: Any, files: Sequence[str], dtype: torch.dtype) -> dict[str, Any]:
+        """Cut a model, and return its weights in safetensors files, by their names there."""
         from safetensors import safe_open
-        from transformers import core_model_loading as loading
 
-        known = load_config.weight_mapping or []
-        kinds = (loading.WeightRenaming, loading.WeightConverter)
-        mapping: Any = [[one for one in known if isinstance(one, kind)] for kind in kinds]
-        mapping += model.base_model_prefix, model.state_dict()
+        rename = self.cut(model).rename
         if self.quantize is not None:
             quantized.check_library(self.group.device.type)
 
-        def quantize(values: Tensor) -> Tensor:
-            values = values.to(device=self.group.device, dtype=dtype)
-            return quantized.quantized_matrix(values).to(dtype)
+        def read(weight: Any, path: str, leaf: str) -> Tensor:
+            if self.quantize is not None and leaf == "weight":
+                # Blocks of a matrix are quantized together.
+                whole = weight[...].to(device=self.group.device, dtype=dtype)
+                weight = quantized.quantized_matrix(whole).to(dtype)
+            own: Tensor = self.slices[path].of(weight, leaf)
+            return own.contiguous()
 
         found: dict[str, Any] = {}
-        for file in files or ():
+        for file in files:
             # The handle lives as long as its slices do.
             opened: Any = safe_open(file, framework="pt")
             for name in opened.keys():  # noqa: SIM118 - it is no dict
-                target, combined = loading.rename_source_key(name, *mapping)
-                path, _, leaf = target.rpartition(".")
-                found[name] = opened.get_slice(name)
-                if (part := self.slices.get(path)) is None:
-                    continue
-                if combined is not None:
-                    raise SettingsError(
-                        f"tensor_parallel: {name} of base model {self.base} is a mix of several "
-                        "layers, which cannot be split: save the model with save_pretrained"
-                    )
-                packs = self.quantize is not None and leaf == "weight" and path != HEAD
-                found[name] = _Part(found[name], part, quantize if packs else None)
+                stored, _, leaf = name.rpartition(".")
+                path, found[name] = rename(stored), opened.get_slice(name)
+                if path in self.slices:
+                    found[name] = _Part(partial(read, found[name], path, leaf))
         return found
 
     def make(self, spec: GroupSpec, linears: Sequence[nn.Linear], scope: LoraScope) -> LinearGroup:
         """Make a group of linear layers; weights at the paths of `slices` are the rank's parts."""
         if spec.name not in self.slices:
             return LinearGroup(spec, linears, scope)
-        own = tuple(self.slices[module] for module in spec.modules)
-        # By the other side, by which the base weights are not split.
-        width = spec.out_features[0] if own[0].row else spec.in_features
-        exchanges = self.lora == SLORA and not width % (self.group.size * ALIGNMENT)
-        share = Share(self.group.rank, self.group.size, own, exchanges)
-        return SplitGroup(self.group, share, spec, linears, scope)
+        own, rank, size = [self.slices[m] for m in spec.modules], self.group.rank, self.group.size
+        row = own[0].row
+        # Of the side by which the base weights are not split.
+        width = spec.out_features[0] if row else spec.in_features
+        exchanges = self.lora == SLORA and not width % (size * ALIGNMENT)
+        other = part_of(width, rank, size) if exchanges else slice(0, width)
+        parts = tuple(part.own for part in own)
+        inputs, outputs = (parts[0], (other,)) if row else (other, parts)
+        return SplitGroup(self.group, Share(row, inputs, outputs, exchanges), spec, linears, scope)
 
 
 def check_split(base: str, size: int) -> None:
     """Check that a base model can be split, before processes are started."""
     from transformers import AutoConfig
 
-    import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
+    reader = SplitReader(base, Group(0, size, torch.device("meta")))
 
-    source = base_folder(base)
-    try:
+    def read(source: str, **_: Any) -> Any:
         model = empty_model(AutoConfig.from_pretrained(source))
-    except (OSError, ValueError, ImportError):
-        return  # loading it says why
-    SplitReader(base, Group(0, size, torch.device("meta"))).cut(model)
+        reader.cut(model)
+        return model
+
+    load_model(base, torch.float32, read=read, plain=True)
 
 
+@dataclass(frozen=True, slots=True)
 class _Part:
-    """A weight in a file, of which this rank reads a part; indexed once, with ``...``."""
+    """A weight in a file, of which this rank reads a part when it is indexed, with ``...``."""
 
-    def __init__(self, values: Any, part: Slice, quantize: Callable[..., Tensor] | None) -> None:
-        self._values, self._part, self._quantize = values, part, quantize
-        self.get_shape, self.get_dtype = values.get_shape, values.get_dtype
+    read: Callable[[], Tensor]
 
     def __getitem__(self, index: Any) -> Tensor:
-        assert index is Ellipsis
-        # Blocks of a matrix are quantized together.
-        values = self._values if self._quantize is None else self._quantize(self._values[...])
-        found: Tensor = self._part.of(values, len(self.get_shape()))
-        return found.contiguous()
+        return self.read()
 
 
 class SplitHead(nn.Module):
@@ -199,26 +207,18 @@ class SplitHead(nn.Module):
 
     def __init__(self, head: nn.Linear, group: Group) -> None:
         super().__init__()
-        self.out_features = head.out_features
-        self._group, self._each = group, -(-head.out_features // group.size)
-        part = Slice(False, 0, len(head.weight))  # the rank's own, as it was read
-        if part.stop == head.out_features:  # it is shared with the embeddings
-            part = _vocabulary_slice(head.out_features, group)
-        self._weight = part.of(head.weight.detach())
-        self._bias = None if head.bias is None else part.of(head.bias.detach())
+        self.out_features, self._group = head.out_features, group
+        each = -(-head.out_features // group.size)
+        own = slice(each * group.rank, each * (group.rank + 1))
+        lacking = each - len(head.weight[own])
+        self._weight = F.pad(head.weight.detach()[own], (0, 0, 0, lacking))
+        self._bias = None if head.bias is None else F.pad(head.bias.detach()[own], (0, lacking))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[…, width] → […, vocabulary], the same in all ranks."""
         own = F.linear(hidden.reshape(-1, hidden.shape[-1]), self._weight, self._bias)
-        if own.shape[1] < self._each:
-            own = F.pad(own, (0, self._each - own.shape[1]))
-        whole = torch.cat(tuple(self._group.gather(own)), dim=1)
-        return whole[:, : self.out_features].reshape(*hidden.shape[:-1], -1)
-
-
-def _vocabulary_slice(vocabulary: int, group: Group) -> Slice:
-    each = -(-vocabulary // group.size)
-    return Slice(False, *(min(each * n, vocabulary) for n in (group.rank, group.rank + 1)))
+        whole = self._group.gather(own)[:, : self.out_features]
+        return whole.reshape(*hidden.shape[:-1], -1)
 
 
 class SplitGroup(LinearGroup):
@@ -244,14 +244,14 @@ class SplitGroup(LinearGroup):
 
     def _with_exchange(self, x: Tensor, lora: LoraWeights, batch: LoraBatch) -> Tensor:
         """x·Wᵀ + bias + LoRA of this rank's part, with x·Aᵀ summed: [rows, outputs]."""
-        own = x if self.share.row else x[:, self.share.part(0, x.shape[1], inputs=True)]
+        own = x if self.share.row else x[:, self.share.inputs]
         shrunk = two_steps.shrink(own, lora, batch)
         wait = self._group.start_all_reduce(shrunk.h)
         y = self._base(x)
         wait()
         ys: Sequence[Tensor] = y.split(self.spec.out_features, dim=1)
         if self.share.row:
-            ys = [y[:, self.share.part(0, y.shape[1], inputs=False)]]
+            ys = [y[:, self.share.outputs[0]]]
         two_steps.expand(ys, shrunk, lora, batch)
         return y
 
@@ -273,7 +273,6 @@ class SplitGroup(LinearGroup):
     def gather(self, slot: int, rank: int) -> None:
         """Gather what `lora_to_merge` holds of the adapter in a slot."""
         if self._gathered is not None and self.lora is not None:
-            count = len(self._gathered)
-            own = [self.lora.rows_of(p, slot, rank)[self.share.row] for p in range(count)]
-            parts = tuple(self._group.gather(torch.stack(own)))
-            self._gathered[:, :rank] = torch.cat(parts, dim=-1)
+            parts = [self.lora.rows_of(p, slot, rank) for p in range(len(self._gathered))]
+            own = torch.stack([part[self.share.row] for part in parts])
+            self._gathered[:, :rank] = self._group.gather(own)

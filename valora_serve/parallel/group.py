@@ -8,13 +8,12 @@ decode step.
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -25,9 +24,9 @@ from valora_serve.errors import SettingsError
 
 log = logging.getLogger(__name__)
 
-SECONDS = 600.0  # for which a process waits for the others in a call before it gives up
 LIMIT = 1 << 20  # bytes; every GPU reads all others' whole, so that NCCL wins with long tensors
 ALIGNMENT = 16  # bytes that the kernel reads at once
+SUMMED = (torch.bfloat16, torch.float32)  # data types of such sums
 RELEASE_SECONDS = 2.0  # for which kernels that wait are let go; a step has a few hundred
 
 
@@ -39,11 +38,11 @@ def make_store(size: int, port: int = 0) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """Memory of this GPU by data type ([elements]) that other GPUs can read, and all `handles`."""
+    """Memory of this GPU that the others of a group can read: `LIMIT` bytes."""
 
-    name: str
-    buffers: dict[torch.dtype, Tensor] = field(default_factory=dict)
-    handles: list[Any] = field(default_factory=list)
+    name: str  # of the group
+    buffer: Tensor  # [LIMIT] uint8
+    handle: Any = None  # torch's, by which all ranks' are found
 
     # Torch keeps the store of a group's name: a second one of a process would wait at the first's.
     opened: ClassVar[bool] = False
@@ -61,38 +60,33 @@ class PeerMemory:
         from torch.distributed import _symmetric_memory as symmetric
 
         world: Any = dist.group.WORLD
-        found = cls(world.group_name)
         try:
-            for dtype in (torch.bfloat16, torch.float32):
-                buffer = symmetric.empty(LIMIT // dtype.itemsize, dtype=dtype, device=device)
-                found.handles.append(symmetric.rendezvous(buffer, world.group_name))
-                found.buffers[dtype] = buffer
+            buffer = symmetric.empty(LIMIT, dtype=torch.uint8, device=device)
+            return cls(world.group_name, buffer, symmetric.rendezvous(buffer, world.group_name))
         except RuntimeError as error:  # containers may forbid to share memory
             log.warning("GPUs exchange small tensors through NCCL, which is slower: %s", error)
             return None
-        return found
 
     def takes(self, values: Tensor) -> bool:
         """Whether a tensor can be summed here: the same answer in all ranks."""
-        size = values.dtype.itemsize
-        length, start = values.numel() * size, int(values.storage_offset()) * size
+        length, start = values.nbytes, int(values.storage_offset()) * values.itemsize
         fits = 0 < length <= LIMIT and not length % ALIGNMENT and not start % ALIGNMENT
-        return fits and values.dtype in self.buffers and values.is_contiguous()
+        return fits and values.dtype in SUMMED and values.is_contiguous()
 
     def all_reduce(self, values: Tensor) -> None:
         """Replace a tensor by the sum over the ranks."""
-        buffer = self.buffers[values.dtype][: values.numel()].view(values.shape)
+        buffer = self.buffer[: values.nbytes].view(values.dtype).view(values.shape)
         torch.ops.symm_mem.one_shot_all_reduce_copy_out(buffer, values, "sum", self.name, values)
 
-    def release(self, rank: int, size: int) -> None:
+    def release(self) -> None:
         """Let kernels go on, with wrong sums, that wait for signals of a process that has ended."""
+        size, rank = self.handle.world_size, self.handle.rank
+        pads = [self.handle.get_signal_pad(n, dtype=torch.int32) for n in range(size)]
         until = time.monotonic() + RELEASE_SECONDS
-        stream = torch.cuda.Stream(self.buffers[torch.float32].device)
+        stream = torch.cuda.Stream(self.buffer.device)
         with torch.cuda.stream(stream):
             while time.monotonic() < until:
-                for one in self.handles:
-                    pads = [one.get_signal_pad(k, dtype=torch.int32) for k in range(size)]
-                    signal_all(pads, rank)
+                signal_all(pads, rank)
                 stream.synchronize()
 
 
@@ -133,14 +127,13 @@ class Group:
             )
         # gloo asks the system for the address of the host's name, which need not have any.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        timeout = datetime.timedelta(seconds=SECONDS)
         if device.type != "cuda":
-            dist.init_process_group("gloo", None, timeout, size, rank, store)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
             return cls(rank, size, device)
         torch.cuda.set_device(device)
         # torch would end this process without a word if another one were lost.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        dist.init_process_group("nccl", None, timeout, size, rank, store, device_id=device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
         peers = PeerMemory.open(rank, size, device)
         return cls(rank, size, device, peers, torch.cuda.Stream(device))
 
@@ -163,14 +156,11 @@ class Group:
         return lambda: here.wait_stream(beside)
 
     def gather(self, values: Tensor) -> Tensor:
-        """The tensors of all ranks: […] → [size, …]."""
-        if self.peers is not None and values.numel() * values.element_size() * self.size <= LIMIT:
-            found = values.new_zeros((self.size, *values.shape))
-            found[self.rank] = values
-            self.all_reduce(found)
-            return found
-        found = values.new_empty((self.size, *values.shape))
-        dist.all_gather_into_tensor(found.view(-1), values.contiguous().view(-1))
+        """Put the tensors of all ranks side by side: [..., width] → [..., size · width]."""
+        width = values.shape[-1]
+        found = values.new_zeros((*values.shape[:-1], self.size * width))
+        found[..., self.rank * width : (self.rank + 1) * width] = values
+        self.all_reduce(found)
         return found
 
     def least(self, value: int) -> int:
@@ -186,10 +176,9 @@ class Group:
     def abort(self) -> None:
         """Give up all calls under way, so that nothing waits for a process that has ended."""
         if self.peers is not None:
-            own = self.rank, self.size
-            self.peers.release(*own)
+            self.peers.release()
             # Again, beside the end of NCCL's calls: sums may wait behind those.
-            threading.Thread(target=self.peers.release, args=own, daemon=True).start()
+            threading.Thread(target=self.peers.release, daemon=True).start()
         if self.device.type == "cuda" and dist.is_initialized():
             dist.distributed_c10d._get_default_group().abort()
 

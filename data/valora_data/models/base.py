@@ -42,13 +42,12 @@ class LinearNames:
     """Names of the linear layers in a decoder layer, and how tensor parallelism splits them.
 
     `column` layers are split by outputs, those of one tuple share their input; `row` layers by
-    inputs. Outputs of `kv` are heads; `head_norms` are norms of single heads, held whole.
+    inputs. Outputs of `kv` are heads.
     """
 
     column: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
     row: tuple[str, ...] = ("o_proj", "down_proj")
     kv: tuple[str, ...] = ("k_proj", "v_proj")
-    head_norms: tuple[str, ...] = ("q_norm", "k_norm")
 
 
 LLAMA = LinearNames()  # also those of Mistral, Qwen and most others

@@ -7,10 +7,11 @@ from tests.support.cases import others_slow
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from valora_data.contract.base_model import load_model
 from valora_data.contract.quantized import NF4, is_installed, unpack
+from valora_data.models.registry import architecture_of
+from valora_serve.catalogue.adapters import ModelTargets
 from valora_serve.errors import SettingsError
 from valora_serve.model.split import SplitReader, check_split
 from valora_serve.parallel.group import Group
-from valora_serve.parallel.partition import partition
 
 FAMILIES = CHECKPOINTS | TEXT_CHECKPOINTS
 
@@ -23,27 +24,26 @@ def base(request, tmp_path_factory):
     return str(FAMILIES[request.param](tmp_path_factory.mktemp(request.param), seed=5))
 
 
-def read(base, rank, size, quantize=None):
-    reader = SplitReader(base, Group(rank, size, torch.device("cpu")), quantize)
-    model, _ = load_model(base, torch.float32, read=reader)
-    return model, reader
+def reader(base, rank, size, quantize=None):
+    return SplitReader(base, Group(rank, size, torch.device("cpu")), quantize)
 
 
 def check(base, whole, size, quantize):
     """Every parameter of every process is the right part of the whole model's."""
     seen = {}
     for rank in range(size):
-        model, reader = read(base, rank, size, quantize)
+        split = reader(base, rank, size, quantize)
+        model, _ = load_model(base, torch.float32, read=split)
+        targets = ModelTargets.of(model, architecture_of(model))
         for name, weight in model.named_parameters():
-            part = reader.slices.get(name.rpartition(".")[0])
+            part = split.slices.get(name.rpartition(".")[0])
             want = whole[name]
             if part is not None and not (part.row and weight.ndim == 1):
-                cut = slice(part.start, part.stop)
-                want = want[:, cut] if part.row else want[cut]
-                seen.setdefault(name, set()).update(range(part.start, part.stop))
+                want = want[:, part.own] if part.row else want[part.own]
+                seen.setdefault(name, set()).update(range(part.own.start, part.own.stop))
                 path = name.rpartition(".")[0]
-                if path in reader.targets.linears and weight.ndim > 1:
-                    assert reader.targets.linears[path] == tuple(whole[name].shape)
+                if path in targets.linears and weight.ndim > 1:
+                    assert targets.linears[path] == tuple(whole[name].shape)
             assert weight.shape == want.shape, name
             assert torch.equal(weight, want), name
     layers = [name for name in whole if "model.layers." in name and "proj" in name]
@@ -83,11 +83,10 @@ def linears(heads, kv_heads, *, head_dim=8, wide=96):
     }  # fmt: skip
 
 
-def parts(size, heads, kv_heads, **more):
+def share(size, heads, kv_heads, **more):
     layers = {f"layers.3.{name}": shape for name, shape in linears(heads, kv_heads, **more).items()}
-    common = {"heads": heads, "kv_heads": kv_heads, "head_dim": 8, "size": size, "base": "b"}
-    found = [partition(layers, rank=rank, **common) for rank in range(size)]
-    return [{name.rpartition(".")[2]: part for name, part in one.items()} for one in found]
+    for rank in range(size):
+        reader("b", rank, size).partition(layers, heads, kv_heads, 8)
 
 
 @pytest.mark.parametrize(
@@ -95,14 +94,13 @@ def parts(size, heads, kv_heads, **more):
 )
 def test_what_cannot_be_shared_equally_is_refused(size, heads, kv_heads, wide):
     with pytest.raises(SettingsError, match=rf"^tensor_parallel: {size} GPUs .*: use 1") as caught:
-        parts(size, heads, kv_heads, wide=wide)
+        share(size, heads, kv_heads, wide=wide)
     allowed = str(caught.value).rpartition("use ")[2].split(", ")
     assert str(size) not in allowed
     for number in map(int, allowed):
-        parts(number, heads, kv_heads, wide=wide)
+        share(number, heads, kv_heads, wide=wide)
 
 
 def test_unknown_layers_are_refused():
     with pytest.raises(SettingsError, match=r"layers\.0\.qkv_proj of base model b cannot be split"):
-        partition({"layers.0.qkv_proj": (96, 32)}, heads=4, kv_heads=4, head_dim=8, rank=0,
-                  size=2, base="b")  # fmt: skip
+        reader("b", 0, 2).partition({"layers.0.qkv_proj": (96, 32)}, 4, 4, 8)

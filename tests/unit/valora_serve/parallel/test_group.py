@@ -8,7 +8,7 @@ from valora_serve.parallel.group import LIMIT, Group, PeerMemory, signal_all
 
 @pytest.fixture
 def memory():
-    return PeerMemory("group", {torch.float32: torch.zeros(LIMIT // 4)})
+    return PeerMemory("group", torch.zeros(LIMIT, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -34,11 +34,12 @@ def test_gathers_by_a_sum_with_zeros(memory, monkeypatch):
     others = torch.arange(24.0).view(3, 2, 4)
 
     def all_reduce(self, values):
-        assert values[0].eq(0).all() and values[2].eq(0).all()
-        values[0], values[2] = others[0], others[2]
+        assert values[:, :4].eq(0).all() and values[:, 8:].eq(0).all()
+        values[:, :4], values[:, 8:] = others[0], others[2]
 
     monkeypatch.setattr(PeerMemory, "all_reduce", all_reduce)
-    assert Group(1, 3, torch.device("cpu"), memory).gather(others[1]).equal(others)
+    found = Group(1, 3, torch.device("cpu"), memory).gather(others[1])
+    assert found.equal(torch.cat(tuple(others), dim=1))
 
 
 BLOCKS = 3

@@ -11,15 +11,15 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_611,
-    "data/valora_data": 9_266,
+    "data/valora_data": 9_265,
     "teachers/valora_teachers": 1_608,
     "kernels/valora_kernels": 3_770,
-    "valora_serve": 27_540,
+    "valora_serve": 27_399,
     "tests/*/valora_train": 6_977,
     "tests/*/valora_data": 3_516,
     "tests/*/valora_teachers": 1_135,
     "tests/*/valora_kernels": 2_004,
-    "tests/*/valora_serve": 24_997,
+    "tests/*/valora_serve": 24_996,
     "tests/unit/bench": 1_576,
     BENCH: 12_828,
 }

@@ -5,14 +5,14 @@ import contextlib
 import inspect
 import json
 import pickle
-from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 
 from tests.support.fake_engine import FakeEngine
 from valora_serve.replicas.board import Board, Report
-from valora_serve.replicas.replica import Gate, SharedState
-from valora_serve.server.app import create_app, make_server
+from valora_serve.replicas.replica import EngineReplica, SharedState
+from valora_serve.server.app import create_app
 from valora_serve.server.listen import bind
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
@@ -24,19 +24,22 @@ SECRET = "an-admin-key-of-32-characters-ok"
 BUILT_IN = {model.name for model in FakeEngine().models()}
 
 
-def report(name, url="http://127.0.0.1:9", *, state=None, adapters=(), taken=(), **stats):
+def report(
+    name, url="http://127.0.0.1:9", *, state=None, problem=None, adapters=(), taken=(), **stats
+):
     """A report of a replica."""
-    revision = (state or SavedState()).revision
+    followed = (state or SavedState()).revision
     return Report(
-        name, url, "its secret", True, revision, EngineStats(**stats), dict(adapters), dict(taken)
-    )
+        name, url, "its secret", True, followed, problem, EngineStats(**stats), dict(adapters),
+        dict(taken),
+    )  # fmt: skip
 
 
 class Ref:
-    """What Ray gives for a call: the result can be awaited, or had by `get`."""
+    """What Ray gives for a call: the result can be awaited, or had by `get` from another thread."""
 
-    def __init__(self, value):
-        self.value = value
+    def __init__(self, value, loop):
+        self.value, self._loop = value, loop
 
     def __await__(self):
         if inspect.isawaitable(self.value):
@@ -45,6 +48,8 @@ class Ref:
 
     def get(self):
         """As `ray.get`."""
+        if inspect.isawaitable(self.value):
+            return asyncio.run_coroutine_threadsafe(self.value, self._loop).result(60)
         return self.value
 
 
@@ -52,30 +57,28 @@ class Handle:
     """A handle of Ray to an object of this process; arguments are pickled, as Ray does it."""
 
     def __init__(self, actor):
-        self._actor = actor
+        self._actor, self._loop = actor, asyncio.get_running_loop()
 
     def __getattr__(self, name):
-        class Method:
-            remote = staticmethod(
-                lambda *arguments: Ref(
-                    getattr(self._actor, name)(*pickle.loads(pickle.dumps(arguments)))
-                )
-            )
+        def remote(*arguments):
+            made = getattr(self._actor, name)(*pickle.loads(pickle.dumps(arguments)))
+            return Ref(made, self._loop)
 
-        return Method
+        return SimpleNamespace(remote=remote)
 
 
-class Running:
+class Running(EngineReplica):
     """A replica with a fake engine: its application behind its gate, on a port."""
 
     def __init__(self, name, place, board):
-        self.name, self.engine = name, FakeEngine()
+        self._name, self._board, self._engine = name, Handle(board), FakeEngine()
+        self.name, self.engine = name, self._engine
         self.settings = ServerSettings(
             port=0, api_key=SECRET, allow_runtime_loading=True, log_level="error",
             adapter_folder=str(place / "adapters"), state_file=str(place / "state.json"),
         )  # fmt: skip
-        self.state = SharedState(Handle(board), name, place / "state.json")
-        self.served = ServedSet(self.engine, place / "adapters", self.state)
+        state = SharedState(self._board, name, place / "state.json")
+        self.served_set = ServedSet(self.engine, place / "adapters", state)
         self._given = place / "given"
 
     async def start(self):
@@ -83,27 +86,31 @@ class Running:
             pass
 
         await startup.load_all(
-            self.engine, [self._given], self.served, warm_up=warm_up, replay=False
+            self.engine, [self._given], self.served_set, warm_up=warm_up, replay=False
         )
-        app = create_app(self.engine, self.settings, self.served)
-        service = app.state.context.service
-        self.gate = Gate(app, lambda state: service.changed(self.served.follow(state)))
-        sockets = bind(self.settings)
-        self.server = make_server(self.gate, self.settings)
-        self.serving = asyncio.create_task(self.server.serve(sockets))
-        while not self.server.started:
-            await asyncio.sleep(0.01)
-        self.url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
-        one = report(self.name, self.url)
-        return replace(one, secret=self.gate.secret, revision=self.served.revision)
+        app = create_app(self.engine, self.settings, self.served_set)
+        await self._listen(app, bind(self.settings)[0], self.settings)
+        self.gate, self.url = self._gate, self._url
+        await self._follow(await self._tell())
+        self._reporting = asyncio.create_task(self._keep_reporting())
+
+    def __del__(self):
+        pass
+
+    async def stop(self):
+        """Die."""
+        self._reporting.cancel()
+        self._server.should_exit = True
+        await self._serving
 
     def front(self, **headers):
-        told = json.dumps([["9.9.9.9", 5], ["127.0.0.1", 80], "http", True])
-        return {"x-valora-front": f"{self.gate.secret} {told}",
+        told = {"client": ["9.9.9.9", 5], "server": ["127.0.0.1", 80], "scheme": "http",
+                "state": {"counts": True, "facts": {}}}  # fmt: skip
+        return {"x-valora-front": f"{self.gate.secret} {json.dumps(told)}",
                 "authorization": f"Bearer {SECRET}", **headers}  # fmt: skip
 
     async def post(self, path, status=200, **body):
-        async with httpx.AsyncClient(base_url=self.url, headers=self.front()) as client:
+        async with httpx.AsyncClient(base_url=self.url, headers=self.front(), timeout=60) as client:
             answer = await client.post(f"/v1/{path}", json=body)
         assert answer.status_code == status, answer.text
         return answer
@@ -118,10 +125,9 @@ async def running(place, *names):
     board = Board(str(place / "state.json"))
     made = [Running(name, place, board) for name in names]
     for one in made:
-        assert await board.join(await one.start(), None) is None
+        await one.start()
     try:
         yield board, *made
     finally:
         for one in made:
-            one.server.should_exit = True
-            await one.serving
+            await one.stop()

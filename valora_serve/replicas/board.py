@@ -1,4 +1,4 @@
-"""The board of an application, an actor of Ray: what is loaded at run time, and the replicas."""
+"""The board of an application, an actor of Ray: what all replicas serve, and which there are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from valora_serve.errors import StoppedError
+from valora_serve.errors import AdapterError, StoppedError
 from valora_serve.server.loading.state_file import SavedState, StateFile
 
 if TYPE_CHECKING:
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 PERIOD = 0.5  # seconds between two reports of a replica, and between two looks of the server
 STALE = 15.0  # age in seconds from which on a report counts as gone; a busy replica is late
-UNUSED = 4.0  # seconds after which a server that does not look counts as gone
-HELD_SECONDS = 30.0  # silence of a replica after which it loses its turn to change what is served
 INSIDE = "inside"  # autoscaling metric of a replica: requests in progress
 
 
@@ -32,7 +30,8 @@ class Report:
     url: str
     secret: str  # with which it takes requests
     healthy: bool
-    revision: str  # of what it has loaded at run time
+    followed: str  # revision of what the board has told it to serve last
+    problem: str | None  # why it does not serve that
     stats: EngineStats
     adapters: Mapping[str, str | None]  # of models whose adapter has another name than they have
     taken: Mapping[str, int]  # requests by caller that rate limits have counted since the last one
@@ -47,83 +46,83 @@ class Board:
     def __init__(self, file: str | None, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = StateFile(Path(file)) if file else None
         self._state = self._file.read() if self._file else SavedState()
+        self._target = self._state  # what replicas are told to serve: another one while it changes
+        self._error: Exception | None = None  # of one that could not
+        self._holder: str | None = None  # the replica whose turn it is
         self._clock = clock
         self._replicas: dict[str, tuple[float, Report]] = {}  # when they reported last, and what
         self._owed: defaultdict[str, Counter[str]] = defaultdict(Counter)  # `taken` of others
-        self._holder: str | None = None
-        self._held = self._used = -HELD_SECONDS
         self._served: Served | None = None
+
+    def served(self, served: Served | None = None) -> Served | None:
+        """What a replica has served at its start, as one has told."""
+        self._served = served or self._served
+        return self._served
 
     def state(self) -> SavedState:
         """What is to be loaded beside the bundles of the command line."""
         return self._state
 
-    def served(self) -> Served | None:
-        """What the first replica has served at its start."""
-        return self._served
-
-    def _is_changing(self) -> bool:
-        return self._holder is not None and self._clock() - self._held < HELD_SECONDS
-
-    async def lock(self, replica: str) -> tuple[SavedState, list[Report]]:
-        """Wait for the turn to change the state; gives it and the replicas as they are then."""
-        while self._is_changing():
-            await asyncio.sleep(0.05)
-        self._holder, self._held = replica, self._clock()
-        return self._state, self._fresh()
+    async def lock(self, replica: str) -> SavedState:
+        """Wait for the turn to change the state, which one that dies loses; gives the state."""
+        while self._holder in {one.replica for one in self.reports()}:
+            await asyncio.sleep(PERIOD / 10)
+        self._holder = replica
+        return self._state
 
     def unlock(self, replica: str) -> None:
         """Give the turn back."""
         if self._holder == replica:
             self._holder = None
 
-    def record(self, replica: str, state: SavedState) -> Exception | None:
-        """Write a new state to the file; gives the error if that fails."""
+    async def change(self, replica: str, state: SavedState) -> Exception | None:
+        """Have the other replicas serve a state, and record it; the error if neither was done."""
         if self._holder != replica:
             return StoppedError("The board of the replicas has started anew: ask again")
+        self._target, self._error = state, None
+        await self._followed()
         try:
-            if self._file:
+            if self._error is None and self._file:
                 self._file.publish(self._file.draft(state))
         except OSError as error:
-            return error
-        self._state = state
-        return None
+            self._error, self._target = error, self._state
+            await self._followed()
+        self._state = self._target
+        return self._error
 
-    async def join(self, report: Report, served: Served) -> SavedState | None:
-        """Take in a replica that has started, unless it has another state: that is given then."""
-        while self._is_changing():
-            await asyncio.sleep(0.05)
-        if report.revision != self._state.revision:
-            return self._state
-        self._served = self._served or served
-        self.report(report)
-        return None
+    async def _followed(self) -> None:
+        """Wait until the replicas, but the one whose turn it is, have done what they were told."""
+        while any(
+            one.followed != self._target.revision and one.replica != self._holder
+            for one in self.reports()
+        ):
+            await asyncio.sleep(PERIOD / 10)
 
-    def report(self, report: Report) -> tuple[SavedState | None, list[Report], Mapping[str, int]]:
-        """Take a report; gives the state, None while it changes, all reports, what others took."""
-        now, name = self._clock(), report.replica
-        if self._holder == name:
-            self._held = now
+    async def report(self, report: Report) -> tuple[SavedState | None, list[Report], Counter[str]]:
+        """Take a report; after `PERIOD`, or once there is something new to serve, gives that.
+
+        None stands for it while the replica itself changes it; then come the reports of all, and
+        the requests that rate limits of the others have counted.
+        """
+        name = report.replica
         for other in self._replicas.keys() - {name}:
             self._owed[other].update(report.taken)
-        self._replicas[name] = now, report
-        state = None if self._is_changing() else self._state
-        return state, self._fresh(), self._owed.pop(name, {})
+        self._replicas[name] = self._clock(), report
+        if report.problem and report.followed == self._target.revision != self._state.revision:
+            self._error, self._target = AdapterError(report.problem), self._state
+        for _ in range(10):
+            if self._holder != name and report.followed != self._target.revision:
+                break
+            await asyncio.sleep(PERIOD / 10)
+        told = None if self._holder == name else self._target
+        return told, self.reports(), self._owed.pop(name, Counter())
 
     def leave(self, replica: str) -> None:
         """Forget a replica that ends."""
         self._replicas.pop(replica, None)
 
-    def look(self) -> list[Report]:
-        """The replicas, for the server, which uses the application as long as it looks."""
-        self._used = self._clock()
-        return self._fresh()
-
-    def is_used(self) -> bool:
-        """Whether a server uses the application now."""
-        return self._clock() - self._used < UNUSED
-
-    def _fresh(self) -> list[Report]:
+    def reports(self) -> list[Report]:
+        """The replicas that have reported lately."""
         since = self._clock() - STALE
         self._replicas = {name: one for name, one in self._replicas.items() if one[0] >= since}
         return [report for _, report in self._replicas.values()]

@@ -13,8 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,10 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, LoggingConfig
+from ray.serve.schema import LoggingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from valora_data.contract.files import expanded
-from valora_data.wording import agreeing, plural
+from valora_data.wording import plural
 from valora_serve.errors import SettingsError
 from valora_serve.replicas.board import PERIOD, Board
 from valora_serve.replicas.replica import NAMESPACE, EngineReplica
@@ -49,7 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 Sockets = list[socket.socket]
 
-DEPLOYMENT = "EngineReplica"  # name of the deployment of the replicas
 OBJECT_BYTES = 128 << 20  # memory of a Ray that is started here for objects, which are few
 HEALTH_SECONDS = 1.0, 30.0  # period of health checks, which find who died, and their time limit
 DRAIN_EXTRA = 15.0  # seconds that a replica has to stop, once its requests had `drain_seconds`
@@ -67,26 +64,17 @@ async def run(
     """Start replicas and fronts, call `announce` once these answer, and watch them to the end."""
     address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
     join(address)  # not in another thread: the processes of a Ray of ours end with that thread
-    name, stop = settings.application, ray.shutdown
-    try:
-        board = await asyncio.to_thread(pin_board, name, server)
-        if await board.is_used.remote():
-            raise SettingsError(
-                f"another server serves application {name} on this Ray cluster: stop it, or name "
-                "another application"
-            )
-        stop = partial(_release, name, started=address is None)
+    with contextlib.ExitStack() as stack:
+        stack.callback(ray.shutdown)
+        board = pin_board(settings.application, server)
+        if address is not None:
+            stack.callback(_delete, settings.application)
         count = settings.fronts or max(2, min(16, (os.cpu_count() or 1) // 4))
-        made = await asyncio.to_thread(replicas, settings, engine, server, folders, count)
-        deploying = asyncio.create_task(asyncio.to_thread(_deploy, made, settings))
-        while not deploying.done():
-            await board.look.remote()  # so that no other server takes the application
-            await asyncio.wait({deploying}, timeout=PERIOD)
-        deploying.result()
-        bound = shared(sockets, server, count)
-        await Fronts(board, bound, (server, settings, engine.slots, count)).run(announce)
-    finally:
-        await asyncio.to_thread(stop)
+        made = replicas(settings, engine, server, folders, count)
+        await _deploy(made, settings)
+        served = await board.served.remote()
+        plan = server, settings, engine.slots, count
+        await Fronts(board, shared(sockets, server, count), plan).run(partial(announce, served))
 
 
 def shared(sockets: Sockets, server: ServerSettings, count: int) -> list[Sockets]:
@@ -107,7 +95,7 @@ class Fronts:
         self._running: list[asyncio.subprocess.Process] = []
         self._known = pickle.dumps([])
 
-    async def run(self, announce: Callable[[Served | None], None]) -> None:
+    async def run(self, announce: Callable[[], None]) -> None:
         """Keep them running, and tell them of the replicas, until SIGTERM or SIGINT comes."""
         stop = asyncio.Event()
         for ends_it in (signal.SIGTERM, signal.SIGINT):
@@ -116,7 +104,7 @@ class Fronts:
         self._running = list(await asyncio.gather(*map(self._start, self._sockets)))
         if not all([await one.stdout.readline() for one in self._running if one.stdout]):
             raise SettingsError("a front did not start: see what it has said above")
-        announce(await self._board.served.remote())
+        announce()
         while not stop.is_set():
             await self._look()
             for number, one in enumerate(self._running):
@@ -149,7 +137,7 @@ class Fronts:
     async def _look(self) -> None:
         """Ask the board for the replicas; while it does not answer, fronts keep what they know."""
         try:
-            reports = await asyncio.wait_for(self._board.look.remote(), REACH_SECONDS)
+            reports = await asyncio.wait_for(self._board.reports.remote(), REACH_SECONDS)
         except (TimeoutError, ray.exceptions.RayError) as error:
             log.warning("the board does not answer: %s", error)
             return
@@ -165,100 +153,69 @@ def join(address: str | None) -> None:
     # Ray gives up after 30 s by default, less than a cold start on a slow disk takes.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
     try:
-        if address not in (None, "auto"):
-            _reach(str(address))
+        if address not in (None, "auto"):  # Ray itself tries for minutes
+            host, _, port = str(address).rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
         ray.init(
             **(here if address is None else {"address": address}),
             namespace=NAMESPACE, logging_level=logging.ERROR,
         )  # fmt: skip
-    except SettingsError:
-        raise
     except Exception as error:
         reason = _line(error).rstrip(".:")[:300] or type(error).__name__
-        versions = re.findall(r"Ray: (\S+) Python: (\S+)", reason)
         if address is None:
             said = (
                 f"Ray cannot be started on this machine ({reason}): see "
                 "/tmp/ray/session_latest/logs"
             )
-        elif isinstance(error, OSError):  # such as a ConnectionError
-            said = (
-                f"no Ray cluster answers at {address}: start one with `ray start --head`, or leave "
-                "ray_address and RAY_ADDRESS out to start Ray on this machine"
-            )
-        elif len(versions) == 2:
-            (theirs, python), (ours, own) = versions
-            said = (
-                f"the Ray cluster at {address} has Ray {theirs} and Python {python}, and this "
-                f"server Ray {ours} and Python {own}: install the same versions on all machines"
-            )
         else:
             said = (
-                f"the Ray cluster at {address} cannot be joined ({reason}): run valora-serve on a "
-                "machine of the cluster, with its versions of Ray and Python, and its token if it "
-                "asks for one"
+                f"the Ray cluster at {address} cannot be joined ({reason}): name HOST:PORT of its "
+                "head, started with `ray start --head`, or auto, on a machine of the cluster that "
+                "has its versions of Ray and Python"
             )
         raise SettingsError(said) from error
-
-
-def _reach(address: str) -> None:
-    """Refuse an address that no cluster has; OSError if nothing listens, where Ray tries on."""
-    host, colon, port = address.rpartition(":")
-    if "://" in address or not colon or not port.isdigit():
-        raise SettingsError(
-            f"ray_address {address} is no address of a Ray cluster: name HOST:PORT of its head "
-            "(6379 is Ray's port), or auto for the cluster of this machine"
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
-    except OverflowError as error:
-        raise OSError(error) from error
 
 
 def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, float]:
     """Return what Ray reserves for a replica; SettingsError if the cluster has less."""
     count = settings.replicas or 1
     machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    cores, gpus = (sum(one.get(what, 0.0) for one in machines) for what in ("CPU", "GPU"))
+    has = {what: sum(one.get(what, 0.0) for one in machines) for what in ("CPU", "GPU")}
     kind = engine.device.partition(":")[0]
-    if kind == "cuda" or (kind == "auto" and gpus):
-        each = engine.tensor_parallel  # all on one machine
-        found = {"num_gpus": each, "num_cpus": settings.replica_cpus or _share(cores / count, 1.0)}
-        of = "" if each == 1 else f" of {each} GPUs on one machine each"
-        needs, has, what = plural(count * each, "GPU"), gpus, "GPU"
-        remedy = "lower replicas, or add machines"
+    if kind == "cuda" or (kind == "auto" and has["GPU"]):
+        what, each = "GPU", float(engine.tensor_parallel)  # all on one machine
+        found = {"num_gpus": each, "num_cpus": settings.replica_cpus or 0.0}
     else:
-        share = settings.replica_cpus or _share(cores / (settings.max_replicas or count), cores)
-        found = {"num_cpus": share}
-        of, needs, has, what = f" of {share:g} CPU cores", f"{count * share:g}", cores, "CPU"
-        remedy = "lower replicas or replica_cpus"
-    size = found.get("num_gpus", found["num_cpus"])
-    room = sum(int(one.get(what, 0.0) / size + 1e-6) for one in machines)
+        share = has["CPU"] / (settings.max_replicas or count)
+        share = int(share) or max(0.01, int(share * 100) / 100)  # whole cores, or a part of one
+        what, each = "CPU", settings.replica_cpus or share
+        found = {"num_cpus": each}
+    room = sum(int(one.get(what, 0.0) / each + 1e-6) for one in machines)
     if room < count:
         raise SettingsError(
-            f"{plural(count, 'replica')}{of} {agreeing(count, 'needs|need')} {needs}, and the Ray "
-            f"cluster has {has:g}, enough for {room}: {remedy}"
+            f"the Ray cluster has {has[what]:g} {what}s, enough for {room} of "
+            f"{plural(count, 'replica')} with {each:g} each, on one machine: lower replicas or "
+            "replica_cpus, or add machines"
         )
     return found
 
 
-def _share(cores: float, most: float) -> float:
-    """Whole cores, or a part of one."""
-    share = min(cores, most)
-    return float(int(share)) if share >= 1 else max(0.01, int(share * 100) / 100)
-
-
 def pin_board(application: str, server: ServerSettings) -> Any:
-    """Return a handle to the board of an application, made on this machine if there is none."""
+    """Make the board of an application on this machine; SettingsError if a server has one."""
     file = str(Path(server.state_file).absolute()) if server.adapter_folder else None
     here = ray.get_runtime_context().get_node_id()
     made = ray.remote(Board).options(
-        name=f"{application}-board", namespace=NAMESPACE, get_if_exists=True, num_cpus=0,
-        lifetime="detached",  # a server that starts again takes its replicas over
+        name=f"{application}-board", namespace=NAMESPACE, num_cpus=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=True),
         max_restarts=-1, max_task_retries=3,
     )  # fmt: skip
-    return made.remote(file)
+    try:
+        return made.remote(file)
+    except ray.exceptions.ActorAlreadyExistsError as error:
+        raise SettingsError(
+            f"another server serves application {application} on this Ray cluster: stop it, or "
+            "name another application"
+        ) from error
 
 
 def replicas(
@@ -281,7 +238,6 @@ def replicas(
             policy=AutoscalingPolicy(policy_function="valora_serve.replicas.board:wanted"),
         )}  # fmt: skip
     made = serve.deployment(
-        name=DEPLOYMENT,
         **count,
         ray_actor_options=resources(settings, engine),
         graceful_shutdown_timeout_s=server.drain_seconds + DRAIN_EXTRA,
@@ -291,73 +247,47 @@ def replicas(
         max_constructor_retry_count=2,
         logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
     )
-    # Folders mean the same in every process of the machine.
-    base = expanded(engine.base)
-    engine = dataclasses.replace(engine, base=str(base.resolve()) if base.is_dir() else engine.base)
     server = dataclasses.replace(server, max_connections=server.max_connections * fronts)
-    files = ("keys_file", "state_file", "adapter_folder", "adapter_cache", "media_folder")
+    bundles = [(folder, content_hash("bundle", folder)) for folder in folders]
+    where = ray.util.get_node_ip_address(), Path.cwd()
     return made(EngineReplica).bind(
-        settings.application,
-        own_version(),
-        ray.util.get_node_ip_address(),
-        _absolute(engine, ("cost_folder", "tiling_folder", "decision_trace")),
-        _absolute(server, files),
-        [(str(one.absolute()), content_hash("bundle", one)) for one in folders],
+        settings.application, own_version(), *where, engine, server, bundles
     )
 
 
-def _absolute(settings: Any, names: Iterable[str]) -> Any:
-    found = {name: path for name in names if (path := getattr(settings, name))}
-    whole = {name: str(expanded(path).absolute()) for name, path in found.items()}
-    return dataclasses.replace(settings, **whole)
-
-
-def _deploy(application: Any, settings: ReplicaSettings) -> None:
+async def _deploy(application: Any, settings: ReplicaSettings) -> None:
     """Run what `replicas` returned, until all replicas have started."""
     name = settings.application
     # No proxies of Ray Serve: fronts and replicas speak HTTP.
     serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="WARNING"))
-    serve.run_many(
-        [serve.RunTarget(application, name=name, route_prefix=None)],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
-    end = time.monotonic() + settings.start_seconds
-    failed = {ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY}
-    said = ""
-    while time.monotonic() < end:
-        if (found := serve.status().applications.get(name)) is not None:
-            said = "\n".join([*(one.message for one in found.deployments.values()), found.message])
-            if found.status == ApplicationStatus.RUNNING:
-                return
-            if found.status in failed:
-                raise SettingsError(_why(said))
-        time.sleep(PERIOD)  # asked more often, Ray answers with a core
-    raise SettingsError(
-        f"the replicas did not start within {settings.start_seconds:g} s ({_line(said)[:300]}): "
-        "free the GPUs and cores of the Ray cluster, or raise start_seconds"
-    )
+    running = asyncio.to_thread(serve.run, application, name=name, route_prefix=None)
+    try:
+        await asyncio.wait_for(running, settings.start_seconds)
+    except (TimeoutError, RuntimeError) as error:
+        found = serve.status().applications[name]
+        said = [*(one.message for one in found.deployments.values()), found.message]
+        raise SettingsError(_why("\n".join(said))) from error
 
 
 def _why(message: str) -> str:
-    """Return the sentence of ours in a traceback of Ray Serve, or its last line."""
-    ours = re.findall(r"^valora_\w+(?:\.\w+)*Error: (.+)$", message, re.MULTILINE)
+    """Return the sentence of ours in a traceback of Ray Serve, or its own last line."""
+    said = re.findall(r"^([\w.]+): (.+)$", message, re.MULTILINE)
+    ours = [text for name, text in said if name.startswith("valora_")]
     if ours:
         return str(ours[-1])
-    lines = [line.strip() for line in message.splitlines() if re.match(r"\w[\w.]*: ", line)]
-    reason = lines[-1] if lines else _line(message)[-300:]
-    return f"the replicas did not start ({reason[:300]}): see /tmp/ray/session_latest/logs"
+    reason = ": ".join(said[-1]) if said else _line(message)[-300:]
+    return (
+        f"the replicas did not start ({reason[:300]}): see /tmp/ray/session_latest/logs, free the "
+        "GPUs and cores of the Ray cluster, or raise start_seconds"
+    )
 
 
 def _line(text: object) -> str:
     return " ".join(str(text).split())
 
 
-def _release(application: str, *, started: bool) -> None:
-    if not started:
-        try:
-            serve.delete(application)
-            ray.kill(ray.get_actor(f"{application}-board", namespace=NAMESPACE))
-        except (ray.exceptions.RayError, RayServeException, ValueError) as error:
-            log.warning("the replicas were not stopped: %s", error)
-    ray.shutdown()
+def _delete(application: str) -> None:
+    try:
+        serve.delete(application)
+    except (ray.exceptions.RayError, RayServeException) as error:
+        log.warning("the replicas were not stopped: %s", error)

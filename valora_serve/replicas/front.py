@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
@@ -52,7 +51,7 @@ FRONT = b"x-valora-front"  # with a replica's secret, and the connection of the 
 IDENTITY = b"x-request-id"
 FACTS = b"x-valora-facts"  # of answers: what the log says of the request
 ATTEMPTS = 2  # how often a request is sent, as long as none of its answer has come
-LOST_SECONDS = 4.0  # in which a replica that does not listen is not asked again
+NONE = "No replica answers now: ask again in a moment"
 IDLE_SECONDS = 10.0  # less than the 15 after which a replica closes a connection
 _HOP = {
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
@@ -66,10 +65,6 @@ _VISION = re.compile(r"/v1/vision/([^/]+)")
 Join = Callable[[Mapping[str, bytes]], bytes]  # makes one page of those of replicas, by name
 
 
-class _LostError(Exception):
-    """A replica has died before any of its answer came."""
-
-
 class Front:
     """ASGI application that chooses a replica for each request, and passes bytes on."""
 
@@ -81,17 +76,16 @@ class Front:
         self._bodies, self._keys = Bodies(self._settings), KeyRing(settings)
         self._router = ROUTERS[replicas.router](replicas.router_settings)
         self._replicas: dict[str, Report] = {}
-        self._lost: dict[str, float] = {}  # when replicas were found not to listen
-        self._sent: Counter[str] = Counter()  # requests under way, by replica
-        self._before: Counter[str] = Counter()  # the same at the last update
+        self._load: Counter[str] = Counter()  # requests by replica, with those sent since it told
         self._recent: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._slots = slots  # adapters of a replica's device, and so of `_recent`
 
     def update(self, replicas: Sequence[Report]) -> None:
         """Take what the board knows now."""
         self._replicas = {one.replica: one for one in replicas}
-        self._before = self._sent.copy()
-        self._lost = {name: at for name, at in self._lost.items() if name in self._replicas}
+        self._load = Counter(
+            {one.replica: one.stats.running + one.stats.waiting for one in replicas}
+        )
         for gone in self._recent.keys() - self._replicas.keys():
             del self._recent[gone]
 
@@ -127,54 +121,49 @@ class Front:
         if (join := joining(f"{request.method} {path}")) is not None:
             await until_disconnect(request.receive, self._ask_all(request, body, join, send))
             return
-        model, left = named(request, body), ATTEMPTS
-        tried: list[Report] = []
-        while left:
-            tried.append(one := self._choose(model, tried))
-            self._sent[one.replica] += 1
+        lost, ranked = 0, self._ranked(named(request, body))
+        for one in 2 * ranked:
+            self._load[one.replica] += 1
             try:
                 passing = self._pass(one, request, body, send)
                 await until_disconnect(request.receive, passing)
             except _NO_CONNECTION:  # nothing was sent
-                self._lost[one.replica] = time.monotonic()
-            except _LostError as error:
-                left -= 1
-                logs.LOG.warning("replica %s lost a request: %s", one.replica, error)
+                self._replicas.pop(one.replica, None)  # until the next update
+            except (aiohttp.ClientError, ConnectionError) as error:
+                logs.LOG.warning("replica %s lost a request: %r", one.replica, error)
+                lost += 1
             else:
                 return
             finally:
-                self._sent[one.replica] -= 1
-        raise StoppedError("Two replicas died one after the other with this request: ask again")
+                self._load[one.replica] -= 1
+            if lost == ATTEMPTS:
+                raise StoppedError("Two replicas died one after the other with this: ask again")
+        raise StoppedError(NONE)
 
-    def _choose(self, model: str | None, tried: Sequence[Report]) -> Report:
-        """The best replica for a model, one of those that were not tried if there is any."""
-        since = time.monotonic() - LOST_SECONDS
-        there = [one for n, one in self._replicas.items() if self._lost.get(n, since) <= since]
-        if not there:
-            raise StoppedError("No replica runs now: ask again in a moment")
-        adapter = there[0].adapters.get(model, model) if model else None
-        states = []
-        for one in [one for one in there if one not in tried] or there:
-            name, stats = one.replica, one.stats
-            since_then = self._sent[name] - self._before[name]
-            load = max(0, stats.running + stats.waiting + since_then)
-            states.append(ReplicaState(name, load, stats.adapters_resident, self._recent[name]))
-        best = self._router.rank(adapter, states)[0]
-        note_sent(self._recent[best], adapter, self._slots)
-        return self._replicas[best]
+    def _ranked(self, model: str | None) -> list[Report]:
+        """The replicas for a model, the best first."""
+        known = list(self._replicas.values())
+        adapter = known[0].adapters.get(model, model) if known and model else None
+        states = [
+            ReplicaState(
+                name, max(0, self._load[name]), one.stats.adapters_resident, self._recent[name]
+            )
+            for name, one in self._replicas.items()
+        ]
+        ranked = self._router.rank(adapter, states)
+        for best in ranked[:1]:
+            note_sent(self._recent[best], adapter, self._slots)
+        return [self._replicas[name] for name in ranked]
 
     def _ask(self, one: Report, request: Request, body: bytes, *, counts: bool = True) -> Any:
         """Send a request, which counts for rate limits or not; gives what aiohttp does."""
         scope = request.scope
-        headers = [
-            (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in scope["headers"] if name not in _HOP
-        ]  # fmt: skip
-        told = json.dumps([scope.get("client"), scope.get("server"), scope["scheme"], counts])
-        headers.append((FRONT.decode(), f"{one.secret} {told}"))
+        told = {name: scope.get(name) for name in ("client", "server", "scheme")}
+        told["state"] = {"counts": counts, "facts": {}}
+        headers = [pair for pair in request.headers.items() if pair[0].encode() not in _HOP]
+        headers.append((FRONT.decode(), f"{one.secret} {json.dumps(told)}"))
         headers.append((IDENTITY.decode(), str(logs.request_id.get())))
-        query = scope["query_string"]
-        target = scope["raw_path"] + (b"?" + query if query else b"")
+        target = b"?".join(filter(None, (scope["raw_path"], scope["query_string"])))
         url = URL(one.url + target.decode("latin-1"), encoded=True)
         data = body if body or scope["method"] in ("POST", "PUT", "PATCH") else None
         return self._client.request(
@@ -190,11 +179,9 @@ class Front:
                 async for piece in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body"})
-        except _NO_CONNECTION:
-            raise
         except (aiohttp.ClientError, ConnectionError) as error:
             if answer is None:
-                raise _LostError(str(error) or type(error).__name__) from error
+                raise
             logs.LOG.warning("replica %s died while it answered: %s", one.replica, error)
             if "event-stream" not in answer.headers.get("content-type", ""):
                 return  # uvicorn closes the connection, as the answer is not complete
@@ -219,7 +206,7 @@ class Front:
         asked = await asyncio.gather(*map(said, self._replicas.values()))
         answers = [one for one in asked if one is not None]
         if not answers:
-            raise StoppedError("No replica runs now: ask again in a moment")
+            raise StoppedError(NONE)
         # What one of them does not know, another one may.
         order = {404: 2, 200: 1}
         _, answer, page = min(answers, key=lambda one: order.get(one[1].status, 0))
@@ -276,20 +263,16 @@ def listed(pages: Mapping[str, bytes]) -> bytes:
 
 def merge(pages: Mapping[str, bytes]) -> bytes:
     """Pages of metrics, by replica, as one, in which every sample has its replica as a label."""
-    families: dict[str, dict[str, str]] = {}
+    families: defaultdict[str, dict[str, None]] = defaultdict(dict)
     for name, page in pages.items():
-        family: dict[str, str] = {}
-        for line in page.decode().split("\n")[:-1]:
-            if line.startswith("#"):
-                family = families.setdefault(line.split(" ", 3)[2], {})
-                family.setdefault(line, line)
-                continue
-            series, _, value = line.rpartition(" ")
-            if series != "valora_replicas":  # the same on every page
-                metric, brace, labels = series.partition("{")
-                series = f'{metric}{{replica="{name}"' + (f",{labels}" if brace else "}")
-            family.setdefault(series, f"{series} {value}")
-    return "".join(f"{line}\n" for lines in families.values() for line in lines.values()).encode()
+        # `valora_replicas` is the same on every page. Labels may end with a comma.
+        own = rf'\1{{replica="{name}",\2}} '
+        text = re.sub(r"(?m)^(?!valora_replicas )(\w+)(?:\{(.*)\})? ", own, page.decode())
+        for family in re.split("(?m)^# HELP ", text)[1:]:
+            what, kind, *samples = family.splitlines()
+            families[f"# HELP {what}\n{kind}"] |= dict.fromkeys(samples)
+    lines = (line for head, samples in families.items() for line in (head, *samples))
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import hmac
 import json
 import logging
+import os
 import secrets
 import socket
 import time
@@ -16,21 +17,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import httpx
 import ray
 from ray import serve
-from starlette.requests import Request
 from starlette.responses import Response
 
 from valora_data.errors import ValoraError
 from valora_serve.engine.start import start_engine
-from valora_serve.errors import AdapterError, ServeError, SettingsError, StoppedError
+from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.board import INSIDE, PERIOD, Report
 from valora_serve.replicas.front import FACTS, FRONT
 from valora_serve.server.api.system import own_version
 from valora_serve.server.app import make_server
-from valora_serve.server.errors import error_answer
 from valora_serve.server.loading.startup import make_app
 from valora_serve.server.loading.state_file import (
     FILES,
@@ -43,7 +41,7 @@ from valora_serve.server.media.pool import shared_pool
 from valora_serve.server.telemetry import logs
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -53,8 +51,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAMESPACE = "valora"  # Ray namespace of the boards
-CHANGE_SECONDS = 900.0  # in which all replicas must have loaded something
-FOLLOW = "/internal/follow"  # path at which a replica is told to load what another one has
 
 
 class SharedState(StateFile):
@@ -63,7 +59,6 @@ class SharedState(StateFile):
     def __init__(self, board: Any, replica: str, path: Path) -> None:
         super().__init__(path)
         self._board, self._replica = board, replica
-        self._others: list[Report] = []
 
     def read(self) -> SavedState:
         state: SavedState = ray.get(self._board.state.remote())
@@ -71,10 +66,9 @@ class SharedState(StateFile):
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[SavedState | None]:
-        self._before, reports = await self._board.lock.remote(self._replica)
-        self._others = [report for report in reports if report.replica != self._replica]
+        state = await self._board.lock.remote(self._replica)
         try:
-            yield self._before
+            yield state
         finally:
             await self._board.unlock.remote(self._replica)
 
@@ -86,100 +80,59 @@ class SharedState(StateFile):
 
     def publish(self, draft: SavedState) -> None:
         try:
-            asyncio.run(self._everywhere(draft))
-            error = ray.get(self._board.record.remote(self._replica, draft))
-        except (ServeError, ray.exceptions.RayError) as failure:
-            error = failure
+            error = ray.get(self._board.change.remote(self._replica, draft))
+        except ray.exceptions.RayError as failure:
+            error = StoppedError(str(failure))
         if error is not None:
-            with contextlib.suppress(ServeError):  # they follow the board when they report
-                asyncio.run(self._everywhere(self._before))
-            raise error if isinstance(error, OSError | ServeError) else StoppedError(str(error))
+            raise error
 
     def discard(self, draft: SavedState) -> None:
         pass
 
-    async def _everywhere(self, state: SavedState) -> None:
-        """Have the other replicas serve a state; those that have died are left out."""
-        timeout = httpx.Timeout(CHANGE_SECONDS, connect=5)
-        async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
-            asked = [
-                client.post(one.url + FOLLOW, content=state.model_dump_json(),
-                            headers={FRONT.decode(): one.secret})
-                for one in self._others
-            ]  # fmt: skip
-            answers = await asyncio.gather(*asked, return_exceptions=True)
-        for other, answer in zip(self._others, answers, strict=True):
-            if isinstance(answer, httpx.HTTPError):
-                log.warning("replica %s follows later: %s", other.replica, answer)
-            elif isinstance(answer, BaseException):
-                raise answer
-            elif answer.status_code != 200:
-                raise AdapterError(str(answer.json()["error"]["message"]))
-
 
 class Gate:
-    """ASGI application: lets requests of fronts in, as those of their clients."""
+    """ASGI application that lets requests of fronts in, as those of their clients."""
 
-    def __init__(self, app: ASGIApp, follow: Callable[[SavedState], Awaitable[None]]) -> None:
-        self._app, self._follow = app, follow
-        self.secret = secrets.token_hex(16)
-        self.inside = 0
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self.secret = app, secrets.token_hex(16)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = [pair for pair in scope["headers"] if pair[0] != FRONT]
-        sent = dict(scope["headers"]).get(FRONT, b"")
-        secret, _, told = sent.decode("latin-1").partition(" ")
-        if not hmac.compare_digest(secret.encode(), self.secret.encode()):
+        secret, _, told = dict(scope["headers"]).get(FRONT, b"").partition(b" ")
+        if not hmac.compare_digest(secret, self.secret.encode()):
             await Response("Ask the server, not its replica", 403)(scope, receive, send)
             return
-        if not told:  # by another replica
-            answer = Response()
-            try:
-                body = await Request(scope, receive).body()
-                await self._follow(SavedState.model_validate_json(body))
-            except ValoraError as error:
-                answer = error_answer(error)
-            await answer(scope, receive, send)
-            return
-        facts: dict[str, Any] = {}
-        client, server, scheme, counts = json.loads(told)
-        inner = {
-            **scope, "client": client and tuple(client), "server": server and tuple(server),
-            "scheme": scheme, "headers": headers, "state": {"facts": facts, "counts": counts},
-        }  # fmt: skip
+        inner = {**scope, **json.loads(told)}
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                line = json.dumps(facts).encode()
+                line = json.dumps(inner["state"]["facts"]).encode()
                 message["headers"] = [*message.get("headers", ()), (FACTS, line)]
             await send(message)
 
-        self.inside += 1
-        try:
-            await self._app(inner, receive, sending)
-        finally:
-            self.inside -= 1
+        await self._app(inner, receive, sending)
 
 
 class EngineReplica:
-    """A server that follows the board; `host` has the fronts, `bundles` folders and hashes."""
+    """A server that follows the board; `host` and `place` are the machine and folder of fronts."""
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
-        self, application: str, version: str, host: str, engine: EngineSettings,
-        settings: ServerSettings, bundles: Sequence[tuple[str, str]],
+        self, application: str, version: str, host: str, place: Path, engine: EngineSettings,
+        settings: ServerSettings, bundles: Sequence[tuple[Path, str]],
     ) -> None:  # fmt: skip
         if version != own_version():
             raise SettingsError(
                 f"machine {socket.gethostname()} has VaLoRA {own_version()}, and the server "
                 f"{version}: install the same version on every machine of the Ray cluster"
             )
+        with contextlib.suppress(OSError):  # then all paths have to be absolute
+            os.chdir(place)
         logs.set_up(settings.log_level, settings.log_format)
         logs.ACCESS.setLevel(logging.ERROR)  # fronts log requests
         for folder, sha256 in bundles:
-            await asyncio.to_thread(check_content, "bundle", Path(folder), sha256)
+            await asyncio.to_thread(check_content, "bundle", folder, sha256)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._board = ray.get_actor(f"{application}-board", namespace=NAMESPACE)
         self._pauses = contextlib.ExitStack()
@@ -190,56 +143,74 @@ class EngineReplica:
         self._engine = await start_engine(engine)
         try:
             state = SharedState(self._board, self._name, Path(settings.state_file))
-            folders = [Path(folder) for folder, _ in bundles]
+            folders = [folder for folder, _ in bundles]
             app, served = await make_app(self._engine, settings, folders, engine, state)
-            self._context = app.state.context
-            self._context.guard.rates.taken = Counter()
-            self._gate = Gate(app, self._follow)
             here = ray.util.get_node_ip_address()
             bound = socket.create_server(("127.0.0.1" if here == host else here, 0))
-            self._url = "http://{}:{}".format(*bound.getsockname())
-            self._server = make_server(cast("Any", self._gate), settings)
-            self._server.config.http = "httptools"  # fronts have bounded what comes here
-            self._serving = asyncio.create_task(self._server.serve([bound]))
-            while not self._server.started and not self._serving.done():
-                await asyncio.sleep(0.02)
+            await self._listen(app, bound, settings)
             await self._engine.warm_up()  # again, with what was loaded since
-            while (newer := await self._board.join.remote(self._report(), served)) is not None:
-                await self._follow(newer)
+            await self._follow(await self._tell())
+            await self._board.served.remote(served)
             self._pauses.enter_context(short_pauses())
         except BaseException:
             await self._engine.close()
             raise
         self._reporting = asyncio.create_task(self._keep_reporting())
 
-    async def _follow(self, state: SavedState) -> None:
-        await self._context.service.changed(self._context.served.follow(state))
+    async def _listen(self, app: Any, bound: socket.socket, settings: ServerSettings) -> None:
+        """Serve the application, to fronts alone."""
+        self._context, self._gate = app.state.context, Gate(app)
+        self._context.guard.rates.taken = Counter()
+        self._followed, self._problem = "", cast("str | None", None)
+        self._url = "http://{}:{}".format(*bound.getsockname())
+        self._server = make_server(cast("Any", self._gate), settings)
+        self._server.config.http = "httptools"  # fronts have bounded what comes here
+        self._serving = asyncio.create_task(self._server.serve([bound]))
+        while not self._server.started and not self._serving.done():
+            await asyncio.sleep(0.02)
 
-    def _report(self) -> Report:
-        rates = self._context.guard.rates
+    async def _tell(self) -> SavedState | None:
+        """Report to the board; gives what it wants to be served, unless this replica changes it."""
+        rates, models = self._context.guard.rates, self._engine.models()
         taken, rates.taken = rates.taken, Counter()
-        models = self._engine.models()
-        return Report(
-            self._name, self._url, self._gate.secret, self._engine.healthy,
-            self._context.served.revision,
+        told = Report(
+            self._name, self._url, self._gate.secret,
+            self._engine.healthy and bool(self._followed), self._followed, self._problem,
             # Names of all adapters would make reports long.
             dataclasses.replace(self._engine.stats(), on_device=(), on_disk=()),
             {model.name: model.adapter for model in models if model.adapter != model.name},
             taken,
         )  # fmt: skip
+        state: SavedState | None
+        state, reports, taken = await self._board.report.remote(told)
+        self._engine.peers = {one.replica: one.stats for one in reports}
+        rates.share(taken, time.monotonic())
+        return state
+
+    async def _follow(self, state: SavedState | None) -> None:
+        if state is None:
+            return
+        self._problem = None
+        try:
+            await self._context.service.changed(self._context.served.follow(state))
+        except (ValoraError, OSError) as error:
+            if not self._followed:  # it does not start then
+                raise
+            self._problem = str(error)
+            log.warning("replica %s cannot serve what others do: %s", self._name, error)
+        self._followed = state.revision
 
     async def _keep_reporting(self) -> None:
+        following = asyncio.create_task(self._follow(None))
         while True:
             try:
-                told = self._report()
-                state, reports, taken = await self._board.report.remote(told)
-                self._engine.peers = {one.replica: one.stats for one in reports}
-                self._context.guard.rates.share(taken, time.monotonic())
-                if state is not None and told.revision == self._context.served.revision:
-                    await self._follow(state)
-            except (ray.exceptions.RayError, ValoraError, OSError) as error:
+                state = await self._tell()
+                if following.done():
+                    following = asyncio.create_task(self._follow(state))
+                await asyncio.wait({following}, timeout=PERIOD)
+            except ray.exceptions.RayError as error:
                 log.warning("replica %s and the board: %s", self._name, error)
-            await asyncio.sleep(PERIOD)
+                await asyncio.sleep(PERIOD)
 
     async def check_health(self) -> None:
         """Fail if the engine has failed, so that Ray Serve starts another replica."""
@@ -248,7 +219,8 @@ class EngineReplica:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what the autoscaling policy is told of this replica."""
-        return {INSIDE: self._gate.inside}
+        stats = self._engine.stats()
+        return {INSIDE: stats.running + stats.waiting}
 
     async def __del__(self) -> None:
         """End after the requests of this replica, once no front sends any more."""

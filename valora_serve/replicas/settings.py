@@ -7,10 +7,12 @@ from typing import Annotated
 
 from pydantic import Field
 
-from valora_data.wording import plural
 from valora_serve.routing.base import RouterSettings
 from valora_serve.routing.routers import ROUTERS
 from valora_serve.server.settings import NotNegative, Seconds
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,8 @@ class ReplicaSettings:
             machine. RAY_ADDRESS says the same. Without either, Ray is started on this machine.
         application: Name of the Ray Serve application; servers that share a Ray cluster need
             different ones.
-        replica_cpus: CPU cores of each replica; none for one core beside a GPU, and otherwise for
-            an equal share of the cores.
+        replica_cpus: CPU cores that Ray reserves for each replica; none for 0 beside a GPU, and
+            otherwise for an equal share of the cores.
         target_requests: Requests in progress for each replica, running and waiting together, at
             which autoscaling aims.
         scale_out_seconds: Time that the load must ask for more replicas before they are started.
@@ -40,35 +42,23 @@ class ReplicaSettings:
         start_seconds: Time limit for the replicas to start.
     """
 
-    replicas: int | None = None
-    fronts: int | None = None
-    max_replicas: int | None = None
+    replicas: Count | None = None
+    fronts: Count | None = None
+    max_replicas: Count | None = None
     router: str = "affinity"
     router_settings: RouterSettings = field(default_factory=RouterSettings)
     ray_address: str | None = None
-    application: str = "valora"
-    replica_cpus: Annotated[float, Field(gt=0)] | None = None
-    target_requests: Annotated[float, Field(gt=0)] = 64.0
+    application: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")] = "valora"
+    replica_cpus: Positive | None = None
+    target_requests: Positive = 64.0
     scale_out_seconds: NotNegative = 10.0
     scale_in_seconds: NotNegative = 300.0
     start_seconds: Seconds = 900.0
 
     def __post_init__(self) -> None:
-        count, most = self.replicas, self.max_replicas
-        plain = self.application.replace("-", "").replace("_", "").isalnum()
-        fewest = f"it is less than {plural(count or 0, 'replica')}: name at least as many"
-        for name, right, rule in (
-            ("replicas", count is None or count >= 1,
-             "name at least 1, or leave it out for one engine without Ray"),
-            ("fronts", self.fronts is None or self.fronts >= 1,
-             "name at least 1, or leave it out"),
-            ("fronts", self.fronts is None or count is not None,
-             "they pass requests to replicas, so name these with replicas"),
-            ("max_replicas", most is None or count is not None,
-             "name the fewest replicas with replicas"),
-            ("max_replicas", most is None or most >= (count or 0), fewest),
-            ("application", plain, "use letters, digits, - and _ only"),
-        ):  # fmt: skip
-            if not right:
-                raise ValueError(f"{name} is {getattr(self, name)}: {rule}")
+        for name in ("fronts", "max_replicas"):
+            if getattr(self, name) is not None and self.replicas is None:
+                raise ValueError(f"{name} is for replicas: name their number with replicas")
+        if self.max_replicas is not None and self.max_replicas < (self.replicas or 0):
+            raise ValueError(f"max_replicas is less than {self.replicas}, the number of replicas")
         ROUTERS[self.router]  # refuses an unknown router

@@ -28,19 +28,16 @@ class RandomRouter(Router):
 class LeastRouter(Router):
     """The power of two choices, whatever the adapter.
 
-    `RouterSettings.choices` replicas are drawn at random and come first, the least load before the
-    others; those that were not drawn follow in the same order. The load that a router sees is a
-    little old, and the one replica with the least load would get the requests of all routers at
-    once (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
+    Of `RouterSettings.choices` replicas that are drawn at random, the one with the least load comes
+    first. The load that a router sees is a little old, and the one replica with the least load
+    would get the requests of all routers at once (Mitzenmacher, "The Power of Two Choices in
+    Randomized Load Balancing", 2001).
     """
 
     def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
         shuffled = self.random.sample(replicas, len(replicas))
-        drawn = self.settings.choices
-        return [
-            *sorted(shuffled[:drawn], key=lambda r: r.load),
-            *sorted(shuffled[drawn:], key=lambda r: r.load),
-        ]
+        drawn, others = shuffled[: self.settings.choices], shuffled[self.settings.choices :]
+        return sorted(drawn, key=lambda r: r.load) + others
 
 
 class AffinityRouter(LeastRouter):

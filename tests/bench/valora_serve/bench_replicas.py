@@ -437,18 +437,12 @@ def front(console, seconds, counts, senders, clients):
         async def _look(self):
             self._known = cluster.pickle.dumps(known)
 
-    class NoBoard:
-        class served:
-            @staticmethod
-            async def remote():
-                return None
-
     async def case(count):
         sockets = cluster.shared(bind(settings), settings, count)
         port = sockets[0][0].getsockname()[1]
-        running = Measured(NoBoard, sockets, (settings, ReplicaSettings(replicas=4), 32, count))
+        running = Measured(None, sockets, (settings, ReplicaSettings(replicas=4), 32, count))
         started = asyncio.Event()
-        task = asyncio.create_task(running.run(lambda _: started.set()))
+        task = asyncio.create_task(running.run(started.set))
         await started.wait()
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(senders, spawn) as pool:

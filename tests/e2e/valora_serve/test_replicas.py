@@ -369,7 +369,7 @@ def test_another_server_on_the_same_cluster(replicated, sample_bundle, tmp_path)
     errors = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
     assert ran.returncode == 1
     assert len(errors) == 2, ran.stderr
-    assert "and this server Ray 2.0.1" in errors[0]
-    assert "install the same versions on all machines" in errors[0]
+    assert "Ray: 2.0.1" in errors[0]
+    assert "its versions of Ray and Python" in errors[0]
     assert "another server serves application valora" in errors[1]
     assert replicated.chat(max_tokens=2).status_code == 200

@@ -56,7 +56,7 @@ def test_a_key_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, capsys, the
         (["--tensor-parallel", "2", "--lora-parallel", "both"], "lora_parallel: expected one of"),
         (["--tensor-parallel", "0"], "tensor_parallel: expected at least 1, got 0"),
         (["--device", "meta"], "device meta cannot be used ("),
-        (["--fronts", "2"], "fronts is 2: they pass requests to replicas"),
+        (["--fronts", "2"], "fronts is for replicas: name their number"),
     ],
 )
 def test_gpus_that_cannot_share_a_model_are_refused_in_a_sentence(

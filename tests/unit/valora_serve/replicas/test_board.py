@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.replicas import report
 from valora_serve.errors import StoppedError
-from valora_serve.replicas.board import HELD_SECONDS, STALE, Board, wanted
+from valora_serve.replicas.board import STALE, Board, wanted
 from valora_serve.server.loading.state_file import SavedState, StateFile
 
 
@@ -18,71 +18,97 @@ class Clock:
         return self.now
 
 
+async def told(board, *reports):
+    """Have a board take reports; what it wants to be served."""
+    answers = await asyncio.gather(*map(board.report, reports))
+    return [state for state, _, _ in answers]
+
+
 def test_one_replica_at_a_time_changes_what_is_served(tmp_path):
     file, clock = tmp_path / "s.json", Clock()
-    board, new = Board(str(file), clock), SavedState(adapters={"a": "/a"})
+    board, old, new = Board(str(file), clock), SavedState(), SavedState(adapters={"a": "/a"})
 
     async def case():
-        board.report(report("x"))
-        state, others = await board.lock("y")
-        assert (state, [one.replica for one in others]) == (SavedState(), ["x"])
-        assert board.report(report("y"))[0] is None, "it changes"
+        assert await told(board, report("x"), report("y"), report("z")) == [old] * 3
+        assert await board.lock("y") == old
         waiting = asyncio.create_task(board.lock("z"))
-        joining = asyncio.create_task(board.join(report("z"), None))
+        assert isinstance(await board.change("z", new), StoppedError)
+        change = asyncio.create_task(board.change("y", new))
         await asyncio.sleep(0.1)
+        assert await told(board, report("y"), report("x"), report("z")) == [None, new, new]
+        assert not change.done()
+        assert not file.exists()
+        assert await told(board, report("x", state=new), report("new", state=new)) == [new, new]
+        await asyncio.sleep(0.1)
+        assert not change.done(), "z has not followed"
         assert not waiting.done()
-        assert isinstance(board.record("z", new), StoppedError)
-        assert board.record("y", new) is None
+        assert await told(board, report("z", state=new)) == [new]
+        assert await change is None
         assert StateFile(file).read() == board.state() == new
         board.unlock("y")
-        assert (await waiting)[0] == new
-        clock.now += HELD_SECONDS + 1  # z is silent
-        assert await joining == new, "another state: it is not taken in"
-        assert [one.replica for one in board.look()] == []
-        assert (await board.lock("x"))[0] == new
+        assert await waiting == new
+        clock.now += STALE + 1  # z is silent
+        assert await board.lock("x") == new
 
     asyncio.run(case())
     assert Board(str(file)).state() == new, "a board that starts anew"
-    assert isinstance(Board(str(file)).record("x", new), StoppedError)
+    assert isinstance(asyncio.run(Board(str(file)).change("x", old)), StoppedError)
+
+
+def test_a_state_that_a_replica_refuses_is_taken_back():
+    board, old, new = Board(None), SavedState(), SavedState(adapters={"a": "/a"})
+
+    async def case():
+        await told(board, report("x"), report("y"), report("z"))
+        await board.lock("x")
+        change = asyncio.create_task(board.change("x", new))
+        await asyncio.sleep(0.1)
+        assert await told(board, report("y", state=new)) == [new]
+        assert await told(board, report("z", state=new, problem="no room")) == [old]
+        await asyncio.sleep(0.1)
+        assert not change.done(), "y has not gone back"
+        await told(board, report("y"), report("z"))
+        assert str(await change) == "no room"
+        assert board.state() == old
+
+    asyncio.run(case())
 
 
 def test_a_state_that_cannot_be_written_is_not_taken(tmp_path):
     board = Board(str(tmp_path / "f" / "s.json"))
     (tmp_path / "f").write_text("no folder")
     asyncio.run(board.lock("x"))
-    assert isinstance(board.record("x", SavedState(adapters={"a": "/a"})), OSError)
+    assert isinstance(asyncio.run(board.change("x", SavedState(adapters={"a": "/a"}))), OSError)
     assert board.state() == SavedState()
 
 
 def test_replicas_that_are_silent_or_leave_are_forgotten():
     clock = Clock()
     board = Board(None, clock)
-    assert not board.is_used()
-    assert asyncio.run(board.join(report("x"), "what it serves")) is None
-    board.report(report("y"))
+    asyncio.run(told(board, report("x"), report("y")))
     clock.now += STALE - 1
-    board.report(report("y"))
-    assert {one.replica for one in board.look()} == {"x", "y"}
-    assert board.is_used()
-    assert board.served() == "what it serves"
+    asyncio.run(told(board, report("y")))
+    assert {one.replica for one in board.reports()} == {"x", "y"}
     clock.now += 2
-    assert {one.replica for one in board.look()} == {"y"}
+    assert {one.replica for one in board.reports()} == {"y"}
     board.leave("y")
-    assert board.look() == []
-    clock.now += STALE
-    assert not board.is_used()
+    assert board.reports() == []
 
 
 def test_each_replica_hears_once_what_the_others_have_let_in():
     board = Board(None, Clock())
+
+    def taken(name, **given):
+        return asyncio.run(board.report(report(name, **given)))[2]
+
     for name in "xyz":
-        board.report(report(name))
-    board.report(report("x", taken={"key a": 2}))
-    board.report(report("x", taken={"key a": 1, "key b": 1}))
-    assert board.report(report("y"))[2] == {"key a": 3, "key b": 1}
-    assert board.report(report("y"))[2] == {}
-    assert board.report(report("x"))[2] == {}
-    assert board.report(report("z"))[2] == {"key a": 3, "key b": 1}
+        taken(name)
+    taken("x", taken={"key a": 2})
+    taken("x", taken={"key a": 1, "key b": 1})
+    assert taken("y") == {"key a": 3, "key b": 1}
+    assert taken("y") == {}
+    assert taken("x") == {}
+    assert taken("z") == {"key a": 3, "key b": 1}
 
 
 @pytest.mark.parametrize(("inside", "count"), [([], 0), ([8, 8], 2), ([20, 9], 3.625)])

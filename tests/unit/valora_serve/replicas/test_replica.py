@@ -34,7 +34,6 @@ def test_a_replica_answers_fronts_only_and_sees_their_clients(place):
             got = await client.post("/v1/completions", json=body, headers=one.front())
             facts = json.loads(got.headers["x-valora-facts"])
             assert facts == {"key": "api_key", "model": "person"}
-            assert one.gate.inside == 0
 
     asyncio.run(case())
 
@@ -57,14 +56,13 @@ def test_what_one_replica_loads_all_of_them_serve(place):
             await two.post("unload_lora_adapter", lora_name="mine")
             await one.post("unload_bundle", bundle_name="cars")
             assert one.names() == two.names() == {"rules"}
-            assert one.served.revision == two.served.revision == board.state().revision
+            assert one.served_set.revision == two.served_set.revision == board.state().revision
             assert StateFile(place / "state.json").read() == board.state()
             # One that starts later has the same.
             late = Running("late", place, board)
-            assert await board.join(await late.start(), None) is None
+            await late.start()
             assert late.names() == {"rules"}
-            late.server.should_exit = True
-            await late.serving
+            await late.stop()
 
     asyncio.run(case())
 
@@ -91,8 +89,8 @@ def test_what_one_replica_refuses_none_of_them_serves(place, kind):
             assert board.state() == before == StateFile(place / "state.json").read()
             # Others die, and what is left goes on.
             for gone in (two, three):
-                gone.server.should_exit = True
-                await gone.serving
+                await gone.stop()
+                board.leave(gone.name)
             await one.post(path, **body)
             assert one.names() == {"old"} | ({"truck", "mine"} if kind == "adapter" else {"car"})
 
@@ -102,7 +100,11 @@ def test_what_one_replica_refuses_none_of_them_serves(place, kind):
 def test_a_state_that_cannot_be_recorded_is_taken_back_everywhere(place):
     async def case():
         async with running(place, "x", "y") as (board, one, two):
-            board.record = lambda *_: OSError(28, "No space left on device")
+
+            def full(_):
+                raise OSError(28, "No space left on device")
+
+            board._file.draft = full
             said = await one.post("load_lora_adapter", 507, lora_name="mine", lora_path="good")
             assert "nothing was changed" in said.text
             assert one.names() == two.names() == {"truck"}

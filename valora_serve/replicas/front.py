@@ -60,7 +60,7 @@ _HOP = {
 """Headers that are not passed on: those of one connection, and ours."""
 _OWN = {b"date", FACTS, *(name for name, _ in SECURE)}  # of answers, which are written here
 _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-_NAMED = re.compile(rb'"(model|domains)"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")')
+_NAMED = re.compile(rb'(?<!\\)"(model|domains)"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")')
 _VISION = re.compile(r"/v1/vision/([^/]+)")
 Join = Callable[[Mapping[str, bytes]], bytes]  # makes one page of those of replicas, by name
 
@@ -90,7 +90,7 @@ class Front:
             del self._recent[gone]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI request, within the server's `Middleware`."""
+        """Handle an ASGI request."""
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
@@ -237,10 +237,9 @@ def named(request: Request, body: bytes) -> str | None:
         return found[1]
     values: dict[bytes, bytes] = {}
     for one in _NAMED.finditer(body) if body[:64].lstrip()[:1] == b"{" else ():
-        if body[one.start() - 1 : one.start()] != b"\\":
-            values.setdefault(one[1], one[2])
-            if one[1] == b"model":
-                break
+        values.setdefault(one[1], one[2])
+        if one[1] == b"model":
+            break
     with contextlib.suppress(ValueError):
         return cast("str", json.loads(values.get(b"model", values.get(b"domains", b"null"))))
     return None

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -34,6 +35,8 @@ class Replica:
                 self.heads.append((head.splitlines()[0], lines))
                 self.bodies.append(await reader.readexactly(int(lines.get("content-length", 0))))
                 answer = self.answers.pop(0) if self.answers else None
+                if callable(answer):
+                    answer = answer()
                 if isinstance(answer, bytes):
                     writer.write(answer)
                     await writer.drain()
@@ -120,6 +123,18 @@ def test_a_request_goes_to_another_replica_if_its_own_has_died():
             statuses = [(await client.post("/v1/x", json={"model": m})).status_code for m in "abcd"]
             assert statuses == [200] * 4
             await idle(front)
+        dies, lives = Replica(), Replica(answer(), answer())
+        async with fronted(dies, lives) as (client, front):
+
+            def tell():
+                front.update([replace(one, taken={"x": 1}) for one in known])
+
+            known = list(front._replicas.values())
+            dies.answers = [tell, tell]
+            for model in "ab":
+                front._recent["r0"][model] = None  # it is asked first
+                assert (await client.post("/v1/x", json={"model": model})).status_code == 200
+        assert [len(one.heads) for one in (dies, lives)] == [2, 2], "though reports came meanwhile"
         async with fronted(Replica(None, None)) as (client, _):
             lost = await client.get("/v1/models")
             assert lost.status_code == 503

@@ -6,6 +6,7 @@ import inspect
 import json
 import pickle
 from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import httpx
 
@@ -82,12 +83,8 @@ class Running(EngineReplica):
         self._given = place / "given"
 
     async def start(self):
-        async def warm_up():
-            pass
-
-        await startup.load_all(
-            self.engine, [self._given], self.served_set, warm_up=warm_up, replay=False
-        )
+        warm_up, given = AsyncMock(), [self._given]
+        await startup.load_all(self.engine, given, self.served_set, warm_up=warm_up, replay=False)
         app = create_app(self.engine, self.settings, self.served_set)
         await self._listen(app, bind(self.settings)[0], self.settings)
         self.gate, self.url = self._gate, self._url
@@ -95,7 +92,7 @@ class Running(EngineReplica):
         self._reporting = asyncio.create_task(self._keep_reporting())
 
     def __del__(self):
-        pass
+        """`stop` has done it."""
 
     async def stop(self):
         """Die."""

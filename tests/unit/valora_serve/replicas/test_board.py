@@ -55,25 +55,6 @@ def test_one_replica_at_a_time_changes_what_is_served(tmp_path):
     assert isinstance(asyncio.run(Board(str(file)).change("x", old)), StoppedError)
 
 
-def test_a_state_that_a_replica_refuses_is_taken_back():
-    board, old, new = Board(None), SavedState(), SavedState(adapters={"a": "/a"})
-
-    async def case():
-        await told(board, report("x"), report("y"), report("z"))
-        await board.lock("x")
-        change = asyncio.create_task(board.change("x", new))
-        await asyncio.sleep(0.1)
-        assert await told(board, report("y", state=new)) == [new]
-        assert await told(board, report("z", state=new, problem="no room")) == [old]
-        await asyncio.sleep(0.1)
-        assert not change.done(), "y has not gone back"
-        await told(board, report("y"), report("z"))
-        assert str(await change) == "no room"
-        assert board.state() == old
-
-    asyncio.run(case())
-
-
 def test_a_state_that_cannot_be_written_is_not_taken(tmp_path):
     board = Board(str(tmp_path / "f" / "s.json"))
     (tmp_path / "f").write_text("no folder")

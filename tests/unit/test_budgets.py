@@ -14,14 +14,14 @@ BUDGETS = {
     "data/valora_data": 9_265,
     "teachers/valora_teachers": 1_608,
     "kernels/valora_kernels": 3_770,
-    "valora_serve": 27_399,
+    "valora_serve": 27_269,
     "tests/*/valora_train": 6_977,
     "tests/*/valora_data": 3_516,
     "tests/*/valora_teachers": 1_135,
     "tests/*/valora_kernels": 2_004,
-    "tests/*/valora_serve": 24_996,
+    "tests/*/valora_serve": 25_020,
     "tests/unit/bench": 1_576,
-    BENCH: 12_828,
+    BENCH: 12_822,
 }
 
 

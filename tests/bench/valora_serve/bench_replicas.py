@@ -334,7 +334,7 @@ def kill(shape, folder, store, console):
         before = load(server.url, shape, shape.seconds)
         usual = len(before) / shape.seconds
         for what, name in VICTIMS.items():
-            seconds = max(45.0, 3 * shape.seconds)  # 30 to come back in
+            seconds = max(60.0, 3 * shape.seconds)  # 30 to come back in
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 loading = pool.submit(load, server.url, shape, seconds, seed=1)
                 while not sum(server.metrics("num_requests_running").values()):

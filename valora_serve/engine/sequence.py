@@ -253,15 +253,12 @@ class SequenceState:
         head, visuals = self.head, self.prompt.visuals
         assert head is not None
         (hidden,), self.hidden = self.hidden, []
-        visual, places = None, None
         sizes: list[tuple[int, int]] = []
         if head.reads_visual:
             if any(item.cells is not None for item in visuals):
                 # They were kept in the order of the prompt; a head reads whole rows of the grid.
                 order = np.concatenate([item.read for item in visuals]).argsort().argsort()
                 hidden = hidden[torch.from_numpy(order).to(hidden.device)]
-            visual = torch.ones(len(hidden), dtype=torch.bool)
             sizes = [item.size for item in visuals]
-        if head.reads_places:
-            places = torch.cat([item.places() for item in visuals])
-        return HeadRequest(head, hidden, visual, sizes, self.request.min_score, places)
+        places = torch.cat([item.places() for item in visuals]) if head.reads_places else None
+        return HeadRequest(head, hidden, sizes, self.request.min_score, places)

@@ -65,10 +65,9 @@ class HeadRequest:
     """The input of a head for one request."""
 
     head: Head  # on the device of `hidden`
-    # [tokens, width] last hidden states, after the final norm; the last row is that of the prompt's
-    # last token. For a head that reads only this token, [1, width] is enough.
+    # [tokens, width] last hidden states, after the final norm: of all visual tokens for a head that
+    # reads these, else at least of the last ones that it reads.
     hidden: torch.Tensor
-    visual: torch.Tensor | None = None  # [tokens] bool, which are visual tokens; may be on the CPU
     sizes: Sequence[tuple[int, int]] = ()  # width and height in pixels of each image
     min_score: float | None = None  # below which answers are dropped; None: the head's own
     # [visual tokens] int64 on the CPU, see `label_head.places_of`; only for heads that read places.
@@ -134,7 +133,7 @@ def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
     members: dict[int, list[int]] = {}
     for number, item in enumerate(inputs):
         try:
-            visual = 0 if item.visual is None else int(item.visual.sum())
+            visual = len(item.hidden) if item.head.reads_visual else 0
             check_visual(item.head, visual, len(item.sizes))
             if id(item.hidden) not in floats:
                 floats[id(item.hidden)] = item.hidden.float()
@@ -168,14 +167,7 @@ def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
 
 def _rows(item: HeadRequest, hidden: torch.Tensor) -> torch.Tensor:
     """[rows, inputs] float32 that the head's linear layer acts on."""
-    visual = hidden[:0]
-    if item.head.reads_visual:
-        assert item.visual is not None
-        # The indices are computed on the host: a mask on the device would need a synchronisation.
-        mask = item.visual.cpu()
-        visual = hidden
-        if not bool(mask.all()):
-            visual = hidden[to_device(torch.nonzero(mask).flatten().numpy(), hidden.device)]
+    visual = hidden if item.head.reads_visual else hidden[:0]
     places = None if item.places is None else to_device(item.places.numpy(), hidden.device)
     last = hidden[-item.head.last_tokens :]
     return item.head.inputs(last, visual, places if item.head.reads_places else None)

@@ -40,15 +40,11 @@ def test_heads_launch_without_waiting():
     ]
     inputs = []
     for number in range(6):
-        states = torch.randn(9 + number, 64, generator=generator)
-        mask = torch.zeros(9 + number, dtype=torch.bool)
-        mask[2:8] = True
-        inputs.append(HeadRequest(heads[number % 3], states, mask, [(30, 40)]))
+        head = heads[number % 3]
+        states = torch.randn(6 if head.reads_visual else 9 + number, 64, generator=generator)
+        inputs.append(HeadRequest(head, states, [(30, 40)]))
     on_gpu = {id(head): head.to("cuda") for head in heads}
-    there = [
-        HeadRequest(on_gpu[id(item.head)], item.hidden.cuda(), item.visual, item.sizes)
-        for item in inputs
-    ]
+    there = [HeadRequest(on_gpu[id(item.head)], item.hidden.cuda(), item.sizes) for item in inputs]
     launch_heads(there).read()  # the first call of a library may wait
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)

@@ -28,12 +28,6 @@ def hidden(tokens, seed, dtype=torch.float32):
     return torch.randn(tokens, WIDTH, generator=generator).to(dtype)
 
 
-def visual(tokens, start, count):
-    mask = torch.zeros(tokens, dtype=torch.bool)
-    mask[start : start + count] = True
-    return mask
-
-
 def detection(folder, labels, seed):
     return make_box_head(folder / f"{seed}.safetensors", WIDTH, labels, GRID, seed=seed)
 
@@ -48,9 +42,9 @@ def test_states_of_16_bits_are_read_in_float32(pooling, tmp_path):
     """The formulas are those of `tests/parity`."""
     head = read_head(linear(tmp_path, 101, 7, pooling=pooling), WIDTH)
     places = torch.tensor([2] * 4 + [9] * 5)
-    low = HeadRequest(head, hidden(17, 2, torch.bfloat16), visual(17, 4, 9), places=places)
+    low = HeadRequest(head, hidden(9, 2, torch.bfloat16), places=places)
     for other in (low.hidden.float(), *([low.hidden[-1:]] if pooling == "last" else ())):
-        seen = {} if len(other) > 1 else {"visual": None, "places": None}
+        seen = {} if len(other) > 1 else {"places": None}
         one, two = run_heads([low, replace(low, hidden=other, **seen)])
         np.testing.assert_allclose(one.logits, two.logits, rtol=1e-5, atol=1e-5)
 
@@ -58,14 +52,14 @@ def test_states_of_16_bits_are_read_in_float32(pooling, tmp_path):
 def test_a_task_that_cannot_be_answered_hits_only_itself(tmp_path):
     head = read_head(detection(tmp_path, ["a"], 1), WIDTH)
     mean = read_head(linear(tmp_path, 3, 2, pooling="visual_mean"), WIDTH)
-    good = HeadRequest(head, hidden(20, 1), visual(20, 2, CELLS), [(50, 60)])
+    good = HeadRequest(head, hidden(CELLS, 1), [(50, 60)])
     results = run_heads(
         [
-            HeadRequest(mean, hidden(9, 1)),
+            HeadRequest(mean, hidden(0, 1)),
             good,
-            HeadRequest(head, hidden(20, 1), visual(20, 2, CELLS - 1), [(50, 60)]),
-            HeadRequest(head, hidden(20, 1), visual(20, 2, CELLS), [(50, 60), (70, 80)]),
-            HeadRequest(mean, hidden(9, 1), visual(9, 0, 4)),
+            HeadRequest(head, hidden(CELLS - 1, 1), [(50, 60)]),
+            HeadRequest(head, hidden(CELLS, 1), [(50, 60), (70, 80)]),
+            HeadRequest(mean, hidden(4, 1)),
         ]
     )
     assert isinstance(results[0], RequestError) and "send an image" in str(results[0])
@@ -85,23 +79,22 @@ def test_hidden_states_that_are_not_finite_hit_only_their_own_request(value, poo
     places = torch.tensor([2] * 4 + [9] * 5)
     head = read_head(linear(tmp_path, 3, 7, pooling=pooling), WIDTH)
     boxes = read_head(detection(tmp_path, ["a"], 1), WIDTH)
-    mask = visual(17, 4, 9)
-    good = HeadRequest(head, hidden(17, 2), mask, places=places)
-    find = HeadRequest(boxes, hidden(20, 1), visual(20, 2, CELLS), [(50, 60)])
-    states = hidden(17, 3)
+    good = HeadRequest(head, hidden(9, 2), places=places)
+    find = HeadRequest(boxes, hidden(CELLS, 1), [(50, 60)])
+    states = hidden(9, 3)
     if value == 0.0:
         states[:] = 0.0
     else:
-        states[[6, 16], 5] = value
-    bad = HeadRequest(head, states, mask, places=places)
-    broken_boxes = hidden(20, 1)
+        states[[2, 8], 5] = value
+    bad = HeadRequest(head, states, places=places)
+    broken_boxes = hidden(CELLS, 1)
     broken_boxes[5] = value
-    blind = HeadRequest(boxes, broken_boxes, visual(20, 2, CELLS), [(50, 60)], 0.01)
+    blind = HeadRequest(boxes, broken_boxes, [(50, 60)], 0.01)
     results = run_heads([find, bad, good, blind])
     assert isinstance(results[1], NonFiniteError)
     assert isinstance(results[3], NonFiniteError)
-    healthy = replace(bad, hidden=hidden(17, 3))
-    expected = run_heads([find, healthy, good, replace(blind, hidden=hidden(20, 1))])
+    healthy = replace(bad, hidden=hidden(9, 3))
+    expected = run_heads([find, healthy, good, replace(blind, hidden=hidden(CELLS, 1))])
     for number in (0, 2):
         assert isinstance(results[number], HeadResult)
         np.testing.assert_array_equal(results[number].logits, expected[number].logits)

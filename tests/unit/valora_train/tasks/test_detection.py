@@ -243,11 +243,9 @@ def test_the_server_says_the_same(tmp_path, pooling):
     write_head(tmp_path / "head.safetensors", head.stored())
     served = read_head(tmp_path / "head.safetensors", WIDTH)
     ours = (head(read)[:, int(head.chosen)] / 1.7).softmax(-1)
-    visual = torch.tensor([False, *[True] * 4, False])
     for row in range(5):
-        before = torch.zeros(1, WIDTH)  # a token, then the image, and the prompt's last token
-        hidden = torch.cat([before, read.visual[row], read.last[row : row + 1]])
-        asked = [HeadRequest(served, hidden, visual, places=read.places[row])]
+        hidden = read.visual[row] if served.reads_visual else read.last[row : row + 1]
+        asked = [HeadRequest(served, hidden, places=read.places[row])]
         (result,) = launch_heads(asked).read()
         said = [result.confidences[label] for label in LABELS]
         assert said == pytest.approx(ours[row].tolist(), abs=1e-5)

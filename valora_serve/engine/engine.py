@@ -238,7 +238,6 @@ class Engine:
                 max_adapters=settings.max_adapters,
                 sizes=sizing.graph_sizes(settings, self.device),
                 left=self.start_up.left,
-                group=group,
             )
         self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
         self._text_of = functools.cache(partial(text_and_bytes, self._preprocessing.tokenizer))

@@ -54,7 +54,6 @@ from valora_serve.model.work import (
     StepResult,
     Work,
 )
-from valora_serve.parallel.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -77,12 +76,11 @@ class ModelRunner:
         max_adapters: int,  # distinct ones in a step
         sizes: Mapping[str, Sequence[int]],  # of the graphs, by their kind
         left: Mapping[Preparation, None],  # see `StepResources.left`
-        group: Group | None = None,  # whose ranks make the same steps
     ) -> None:
         self._lmm = lmm
         self._device = lmm.device
         self._adapters = adapters
-        self._group = group
+        self._group = lmm.linears.group  # whose ranks make the same steps
         self._last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=self._device)
         self._resources = resources = StepResources(
             lmm=lmm,

@@ -15,7 +15,6 @@ from valora_data.contract.base_model import base_folder
 from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
 from valora_serve.engine.settings import UNMERGEABLE, EngineSettings
-from valora_serve.errors import SettingsError
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.toolkit import missing_tools
 from valora_serve.types import Mode
@@ -26,11 +25,6 @@ VISION_MODULES = ("vision_tower", "visual", "multi_modal_projector")
 DRIVER = Path("/proc/driver/nvidia/version")
 GIB = 1 << 30
 SHARES = {"nf4_packed": 0.3, "fp8": 0.5}  # of the memory in 16 bits, with scales
-
-
-def main(_: Sequence[str] | None = None) -> int:
-    """Command ``doctor`` of earlier releases."""
-    raise SettingsError("the command doctor is gone: use `valora-serve --check BUNDLE`")
 
 
 def check(settings: EngineSettings, bundles: Sequence[Path], connections: int) -> int:

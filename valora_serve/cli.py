@@ -50,6 +50,7 @@ _GONE = {
 }
 """Commands of earlier releases, and what to use instead."""
 
+SHORTEST_CONTEXT = 64  # tokens
 WATCH_SECONDS = 0.2  # between two looks at the processes of a tensor-parallel group
 
 
@@ -88,6 +89,11 @@ def read(
     classes = (ServerSettings, EngineSettings, ReplicaSettings)
     own, made = options.load(parser(), arguments, classes, ["bundles"], file or {})
     server, engine, replicas = made
+    if engine.context_length is not None and engine.context_length < SHORTEST_CONTEXT:
+        raise SettingsError(
+            f"context_length is {engine.context_length}: name at least {SHORTEST_CONTEXT} tokens, "
+            "which a question and its answer take, or leave it out for the model's own"
+        )
     return own["bundles"], server, engine, replicas
 
 

@@ -21,7 +21,6 @@ COMMANDS: Registry[Command] = Registry(
         "predict": "valora_serve.predict.command:main",
         "data": "valora_data.cli:main",
         "sim": "valora_serve.workloads.cli:main",
-        "doctor": "valora_serve.check:main",
     },
 )
 """Commands by name. The factory, which nothing that serves may import, registers `fuse` in the
@@ -52,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"valora {version('valora')}")
         return 0
+    if name == "doctor":  # of earlier releases: `valora-serve` says what to use instead
+        name, rest = "serve", [name]
     try:
         command = COMMANDS[name]
     except UnknownNameError as error:
@@ -76,7 +77,7 @@ def _missing(name: str, error: ModuleNotFoundError) -> int:
 
 
 def _overview() -> str:
-    others = sorted(set(COMMANDS) - {*ABOUT, "doctor"})
+    others = sorted(set(COMMANDS) - {*ABOUT})
     lines = [f"  {name:<9} {ABOUT.get(name, '(of another package)')}" for name in [*ABOUT, *others]]
     return "\n".join([
         "usage: valora COMMAND [arguments]", "", *lines, "",

@@ -22,6 +22,7 @@ from valora_data.contract.files import read_json, shown
 from valora_data.contract.head import Head
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
+from valora_data.models.base import ModelPart
 from valora_serve import errors
 from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
 from valora_serve.catalogue.classifiers import make_classifier
@@ -93,7 +94,8 @@ class Store:
         self._targets, self._width, self._device = targets, width, device
         self._quantize, self._config = quantize, config
         self._base_hash: str | None = None
-        listed = ServedModel(name=base, kind="base", root=base, loaded_at=time.time())
+        media = None if {*targets.parts.values()} - {ModelPart.LANGUAGE} else "text"
+        listed = ServedModel(base, "base", root=base, media=media, loaded_at=time.time())
         self._base = ResolvedModel(listed)
         self._named: dict[str, ResolvedModel] = {}
 

@@ -28,7 +28,7 @@ from valora_serve.errors import SettingsError
 from valora_serve.pauses import short_pauses
 from valora_serve.predict import beside, records
 from valora_serve.predict.formats import WRITERS
-from valora_serve.predict.run import STILLS, Question, answer_all, files_in, find_jobs
+from valora_serve.predict.run import STILLS, Job, Question, answer_all, files_in, find_jobs
 from valora_serve.types import EngineClient, ServedModel
 
 _ABOUT = """\
@@ -103,10 +103,11 @@ async def _run(options: argparse.Namespace) -> int:
         **{name: getattr(options, name) for name in ("prompt", "min_score", "max_tokens")},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    records.check_run(options.out, facts)
-    small, failed = None, 0
+    models = records.check_run(options.out, facts)
+    small, failed, engine = None, 0, None
     async with AsyncExitStack() as stack:
-        if folders:
+
+        async def load() -> EngineClient:
             settings = EngineSettings(
                 base=options.base or str(read_manifest(folders[0])["base"]["id"]),
                 device=options.device,
@@ -116,21 +117,27 @@ async def _run(options: argparse.Namespace) -> int:
             with console.status("Loading the model …"):
                 engine = await start_engine(startup.follow_bundles(settings, folders))
             stack.push_async_callback(engine.close)
-            models = []
+            models[:] = []
             for folder in folders:
-                models += [m for m in await engine.load_bundle(folder) if m.kind == "domain"]
+                models.extend(m for m in await engine.load_bundle(folder) if m.kind == "domain")
                 if not options.no_golden:
                     shared_pool().start()
                     await golden.replay(engine, folder)
-        else:
+            records.note_run(options.out, facts, models)
+            return engine
+
+        if not folders:
             os.nice(10)  # beside the server whose sample it is
             models = records.take_sample(options.folder, options.out)
+        elif not models:
+            engine = await load()
         asked = _chosen(models, options, console)
         if options.beside:  # first, as it takes less time to fail
             small = beside.answers_of(options.beside, options.folder, asked[0], options.out)
-        if folders:
+        jobs = _left(asked, options, console) if folders else []
+        if jobs:  # only then the model that an earlier run has loaded is needed again
             with short_pauses():
-                failed = await _answer(engine, asked, options, console)
+                failed = await _answer(engine or await load(), jobs, options, console)
     source = options.folder if options.folder.is_dir() else options.folder.parent
     used = ", ".join(dict.fromkeys(model.bundle or "" for model in asked))
     results = records.Results(
@@ -201,18 +208,21 @@ def _chosen(
     return asked
 
 
-async def _answer(
-    engine: EngineClient, asked: list[ServedModel], options: argparse.Namespace, console: Console
-) -> int:
-    """Answer what is left; return the number of answers that failed."""
-    path, failed = options.out / records.PREDICTIONS, 0
-    made = [one for one in records.read_predictions(path) if one.error is None]
-    done = {(one.file, one.domain): one.version for one in made}
+def _left(asked: Sequence[ServedModel], options: argparse.Namespace, console: Console) -> list[Job]:
+    """Return what no earlier run has answered."""
+    made = records.read_predictions(options.out / records.PREDICTIONS)
+    done = {(one.file, one.domain): one.version for one in made if one.error is None}
     jobs, answered = find_jobs(options.folder, asked, done)
     if answered:
         console.print(f"{plural(answered, 'answer')} of an earlier run kept")
-    if not jobs:
-        return 0
+    return jobs
+
+
+async def _answer(
+    engine: EngineClient, jobs: Sequence[Job], options: argparse.Namespace, console: Console
+) -> int:
+    """Answer what is left; return the number of answers that failed."""
+    path, failed = options.out / records.PREDICTIONS, 0
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)

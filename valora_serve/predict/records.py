@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from valora_serve.server.samples import NOTE
 from valora_serve.types import ServedModel
 
 PREDICTIONS = "predictions.jsonl"
-RUN = "run.json"  # what the predictions depend on
+RUN = "run.json"  # what the predictions depend on, and what could be asked:
+MODELS = "models"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,21 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def check_run(out: Path, facts: dict[str, Any]) -> None:
-    """Keep the JSON values that predictions depend on; refuse to mix them with others."""
+def note_run(out: Path, facts: dict[str, Any], models: Iterable[ServedModel] = ()) -> None:
+    """Keep the JSON values that predictions depend on, and what can be asked."""
+    content = facts | {MODELS: [asdict(model) for model in models]}
+    written(out / RUN, json.dumps(content, indent=1) + "\n")
+
+
+def check_run(out: Path, facts: dict[str, Any]) -> list[ServedModel]:
+    """Return what an earlier run could ask; refuse to mix its predictions with others."""
     file, made = out / RUN, out / PREDICTIONS
     if not made.is_file() or not made.stat().st_size:
-        written(file, json.dumps(facts, indent=1) + "\n")
-        return
+        note_run(out, facts)
+        return []
     try:
         before = {**json.loads(file.read_text(encoding="utf-8"))}
+        models = [ServedModel(**model) for model in before.pop(MODELS, ())]
     except (OSError, ValueError, TypeError) as error:
         raise SettingsError(
             f"{out} holds predictions without a sound {RUN}: name another folder with --out"
@@ -128,3 +136,4 @@ def check_run(out: Path, facts: dict[str, Any]) -> None:
             f"{out} holds predictions of another run, with other {', '.join(other)}: name another "
             "folder with --out, or delete that one"
         )
+    return models

@@ -89,7 +89,7 @@ def create_app(
     context = ServerContext(
         settings=settings,
         service=service,
-        media=MediaReader(settings),
+        media=MediaReader(settings, text_only=engine.models()[0].media == "text"),
         grammars=Grammars(engine),
         metrics=metrics,
         served=served,

@@ -212,6 +212,8 @@ class ServerSettings:
             (self.adapter_bytes > self.adapter_cache_bytes,
              f"adapter_bytes is {self.adapter_bytes}, more than adapter_cache_bytes "
              f"({self.adapter_cache_bytes}): an adapter must fit into the cache"),
+            (re.fullmatch(r"https?://[^/\s]+.*", self.otlp_endpoint or "http://-") is None,
+             f"otlp_endpoint is {self.otlp_endpoint}: write a URL, e.g. http://collector:4318"),
             (bool(self.sample_folder) != bool(self.sample_shares),
              "sample_folder and sample_shares go together: name a folder, and the share of the "
              "pictures of each domain, e.g. person=0.01"),

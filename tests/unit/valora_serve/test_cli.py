@@ -57,6 +57,7 @@ def test_a_key_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, capsys, the
         (["--tensor-parallel", "0"], "tensor_parallel: expected at least 1, got 0"),
         (["--device", "meta"], "device meta cannot be used ("),
         (["--fronts", "2"], "fronts is for replicas: name their number"),
+        (["--context-length", "10"], "context_length is 10: name at least 64 tokens"),
     ],
 )
 def test_gpus_that_cannot_share_a_model_are_refused_in_a_sentence(
@@ -89,7 +90,7 @@ def test_every_command_can_be_asked_for_help(capsys):
     assert commands.main([]) == 0
     said = capsys.readouterr().out
     assert all(f"  {name} " in said for name in commands.ABOUT)
-    for name in set(commands.COMMANDS) - {"fuse", "doctor"}:
+    for name in set(commands.COMMANDS) - {"fuse"}:
         try:
             assert commands.main([name, "--help"]) == 0
         except SystemExit as end:
@@ -99,7 +100,10 @@ def test_every_command_can_be_asked_for_help(capsys):
 
 def test_an_unknown_command_is_refused_with_the_known_ones(capsys):
     assert commands.main(["bake"]) == 2
-    assert "unknown command 'bake': choose one of" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "unknown command 'bake': choose one of" in said and "doctor" not in said
+    assert commands.main(["doctor", "--json"]) == 1
+    assert "use `valora-serve --check" in capsys.readouterr().err
 
 
 def test_the_gathering_command_imports_nothing_heavy():

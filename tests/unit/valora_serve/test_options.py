@@ -123,6 +123,7 @@ def test_unknown_variables_are_refused(monkeypatch, name, near):
         ("dtype: banana", "dtype: expected one of auto"),
         ("pages: 0", "pages: expected at least 2"),
         ("context_length: -1", "context_length: expected at least 1"),
+        ("otlp_endpoint: nourl", "otlp_endpoint is nourl: write a URL"),
         ("host_bytes: -1", "host_bytes: expected at least 0"),
         ("max_rank: 100000", "max_rank: expected at most 1024"),
         ("{share_by: key, policy: algorithm1}", "algorithm1 keeps no shares"),

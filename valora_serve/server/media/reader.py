@@ -58,8 +58,14 @@ class Pixels:
 class MediaReader:
     """Fetches and decodes the images and videos of requests."""
 
-    def __init__(self, settings: ServerSettings, pool: DecodePool | None = None) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        settings: ServerSettings,
+        pool: DecodePool | None = None,
+        *,
+        text_only: bool = False,  # whether the base model reads none
+    ) -> None:
+        self._settings, self._text_only = settings, text_only
         self._pool = shared_pool() if pool is None else pool
         self._limits = Limits(
             pixels=settings.max_image_pixels,
@@ -131,6 +137,8 @@ class MediaReader:
         await self._fetcher.close()
 
     async def _decode(self, what: str, source: Any, pixels: Pixels) -> list[Image.Image]:
+        if self._text_only:  # before anything is fetched or decoded for it
+            raise ImageError("The base model reads text alone: leave images and videos out")
         image = what == "image"
         most = self._settings.max_image_bytes if image else self._settings.max_video_bytes
         if isinstance(source, str):

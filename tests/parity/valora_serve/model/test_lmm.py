@@ -228,6 +228,7 @@ def test_special_tokens_in_texts_are_text(family, base):
     before, after = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in around)
     text = f"so {' and '.join(words)}: {''.join(words)}."
     wanted = [*before, *plain(blank + text, **options)["input_ids"], *after]
+    assert (engine.store.models()[0].media == "text") is not engine.lmm.takes_images
     # Gemma's template strips each part.
     beside = [at for at in range(1, len(text)) if " " in text[at - 1 : at + 1]]
     everywhere = sorted({*range(len(text))} - {*(beside if family == "gemma3" else [])})

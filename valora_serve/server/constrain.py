@@ -7,16 +7,13 @@ request is admitted. A constraint that fails later ends its request with an erro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,7 +23,7 @@ from numpy.typing import NDArray
 
 from valora_serve.errors import OverloadedError, RequestError
 from valora_serve.server import schema_worker
-from valora_serve.server.schema_worker import LIMITS, first_line
+from valora_serve.server.schema_worker import first_line
 from valora_serve.server.telemetry.logs import LOG
 from valora_serve.types import EngineClient
 
@@ -80,7 +77,7 @@ class Grammars:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "schema")
-        self._worker: subprocess.Popen[bytes] | None = None
+        self._process = schema_worker.process()
 
     def read(self) -> None:
         """Read the engine's tokenizer; this holds up all threads for seconds, so do it at start."""
@@ -147,37 +144,26 @@ class Grammars:
         return known
 
     def close(self) -> None:
-        """End the worker process."""
-        if self._worker is not None:
-            self._worker.kill()
+        """End the process that compiles first."""
         self._thread.shutdown(cancel_futures=True)
-        if self._worker is not None:
-            self._worker.communicate()
+        self._process.shutdown()
 
-    def _tried(self, key: str) -> Any:
-        """Return [error, rules] of a grammar, which the worker process has tried to compile."""
-        if self._worker is None or self._worker.poll() is not None:
-            self._worker = subprocess.Popen(
-                [sys.executable, "-P", "-m", schema_worker.__name__],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is the server's to handle
-            )  # fmt: skip
-        assert self._worker.stdin and self._worker.stdout
-        with contextlib.suppress(BrokenPipeError):
-            self._worker.stdin.write(key.encode() + b"\n")
-            self._worker.stdin.flush()
-            if answer := self._worker.stdout.readline():
-                return json.loads(answer)
-        self._worker.communicate()
-        raise RequestError(
-            "The JSON schema takes too long to compile, or too much memory: simplify it"
-        )
+    def _rules(self, key: str) -> str:
+        """Return the rules of a grammar, which a process of its own has compiled."""
+        try:
+            compiling = self._process.submit(schema_worker.compiled, key)
+        except BrokenProcessPool:  # it has ended: by the grammar before, or while it was idle
+            self._process = schema_worker.process()
+            compiling = self._process.submit(schema_worker.compiled, key)
+        try:
+            return compiling.result()
+        except BrokenProcessPool as error:
+            raise RequestError(
+                "The JSON schema takes too long to compile, or too much memory: simplify it"
+            ) from error
 
     def _compile(self, grammar: Grammar, key: str) -> Any:
         """Return the matcher of a grammar, which is tried; refused if that fails."""
-        import llguidance
-
         if not self._was_read:
             self.read()
         if self._tokenizer is None:
@@ -185,13 +171,7 @@ class Grammars:
                 "The base model's tokenizer takes no JSON schema: leave out response_format and "
                 "tools"
             )
-        error, rules = self._tried(key)
-        if error:
-            raise RequestError(error)
-        limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
-        matcher = llguidance.LLMatcher(self._tokenizer, rules, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise RequestError(f"The JSON schema cannot be used: {first_line(matcher.get_error())}")
+        matcher = schema_worker.matcher_of(self._rules(key), self._tokenizer)
         known = _Known("", matcher)
         GrammarConstraint(known, grammar).may()
         for begin in grammar.begins:

@@ -1,10 +1,4 @@
-"""JSON schemas before they are compiled: tightened or refused where llguidance is inexact.
-
-It takes bounds and constants that float64 cannot hold, patterns and dates otherwise than JSON
-Schema does. After `prepare`, every answer satisfies the schema that was sent.
-"""
-
-from __future__ import annotations
+"""Tightens, or refuses, JSON schemas where llguidance is inexact: numbers, patterns and dates."""
 
 import json
 import re
@@ -14,7 +8,6 @@ from typing import Any
 
 from valora_serve.errors import RequestError
 
-MAX_PARTS, DEEPEST = 30_000, 100
 LARGEST = 9 * 10**18  # llguidance reads the integer part of bounds as 64 bits
 DIGITS = 15  # decimal digits that every float64 keeps
 UP = Context(prec=DIGITS, Emin=-1, Emax=1000, rounding=ROUND_CEILING, traps=[])  # 15 decimals
@@ -39,31 +32,28 @@ def prepare(schema: Any, *, strict: bool = False) -> Any:
     if schema is False:
         raise RequestError("No answer satisfies the JSON schema: allow for at least one")
     made = deepcopy(schema)
-    nodes: list[dict[str, Any]] = []
-    left, count = [(made, 0)], 0
-    while left:
-        (part, depth), count = left.pop(), count + 1
-        if depth > DEEPEST or count > MAX_PARTS:
-            most = f"{DEEPEST} levels" if depth > DEEPEST else f"{MAX_PARTS} parts"
-            raise RequestError(f"The JSON schema has more than {most}: simplify it")
-        if isinstance(part, list):
-            left += [(one, depth + 1) for one in part]
-        elif isinstance(part, dict):
-            nodes.append(part)
-            for name, inner in part.items():
-                if name in _NAMED and isinstance(inner, dict):
-                    left += [(one, depth + 2) for one in inner.values()]
-                elif name not in _DATA:
-                    left.append((inner, depth + 1))
+    nodes = _nodes(made)
     for node in nodes:
         _tighten(node)
     if strict and not any(map(_together, nodes)):
         for node in nodes:
-            kinds = node.get("type")
-            kinds = kinds if isinstance(kinds, list) else [kinds]
-            if ("properties" in node or "object" in kinds) and not node.keys() & _JOINED:
+            is_object = "properties" in node or "object" in str(node.get("type"))
+            if is_object and not node.keys() & _JOINED:
                 node.setdefault("additionalProperties", False)
     return made
+
+
+def _nodes(part: Any) -> list[dict[str, Any]]:
+    """All schemas in a part of one, itself first."""
+    if isinstance(part, list):
+        return [node for one in part for node in _nodes(one)]
+    if not isinstance(part, dict):
+        return []
+    inner: list[Any] = []
+    for name, value in part.items():
+        named = name in _NAMED and isinstance(value, dict)
+        inner += value.values() if named else [value] * (name not in _DATA)
+    return [part, *_nodes(inner)]
 
 
 def _together(node: dict[str, Any]) -> bool:
@@ -75,7 +65,7 @@ def _together(node: dict[str, Any]) -> bool:
 
 def _tighten(node: dict[str, Any]) -> None:
     constants = json.dumps([node.get("const"), node.get("enum")])
-    json.loads(constants, parse_int=_check, parse_float=_check, parse_constant=_check)
+    json.loads(constants, parse_int=_check, parse_float=_check)
     if isinstance(pattern := node.get("pattern"), str):
         node["pattern"] = re.sub(_PART, _same, pattern)
     if node.get("uniqueItems") is False:
@@ -85,41 +75,30 @@ def _tighten(node: dict[str, Any]) -> None:
             node["allOf"] = [*node.get("allOf", ()), {"pattern": _FORMATS[form]}]
         elif form not in _KEPT:
             del node["format"]
-    for key, beyond, sign in (
-        ("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1),
-    ):  # fmt: skip
-        given = ((node.pop(key, None), False), (node.pop(beyond, None), True))
-        if found := [_inwards(*one, sign) for one in given if one[0] is not None]:
-            best = sign * max(found)
-            node[key] = int(best) if best == best.to_integral_value() else float(best)
-    if (step := node.get("multipleOf")) is not None:
-        exact = _number(step)
-        _, digits, exponent = exact.normalize().as_tuple()
-        if exact <= 0 or len(digits) > 4 or not -4 <= int(exponent) <= 4:
-            raise _lost("multipleOf", step, "use up to 4 digits and 4 decimals")
+    numeric = {key for key, value in node.items() if type(value) in (int, float)}
+    limits = []
+    if "multipleOf" in numeric:
+        step = Decimal(repr(node["multipleOf"]))
+        _, digits, exponent = step.normalize().as_tuple()
+        if step <= 0 or len(digits) > 4 or not -4 <= int(exponent) <= 4:
+            raise _lost("multipleOf", node["multipleOf"], "use up to 4 digits and 4 decimals")
         if node.get("type") != "integer":  # with a fraction, float64 holds 15 digits
-            limit = 10 ** (DIGITS if exact == exact.to_integral_value() else DIGITS - 4)
-            node["minimum"] = max(node.get("minimum", -limit), -limit)
-            node["maximum"] = min(node.get("maximum", limit), limit)
+            limits.append(Decimal(-(10 ** (DIGITS - 4 * (step % 1 != 0)))))
+    for sign, *keys in ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum")):
+        given = [_inwards(node.pop(key), key, sign) for key in keys if key in numeric] + limits
+        if given:
+            node[keys[0]] = float(sign * max(given))
 
 
-def _inwards(bound: Any, beyond: bool, sign: int) -> Decimal:
+def _inwards(bound: float, key: str, sign: int) -> Decimal:
     """The least number of 15 digits and decimals that satisfies a bound, times its sign."""
-    exact = _number(bound)
-    exact = exact if sign > 0 else exact.copy_negate()
+    exact = Decimal(repr(sign * bound))
     found = UP.create_decimal(exact)
-    if beyond and found == exact:
+    if found == exact and key.startswith("exclusive"):
         found = UP.next_plus(found)
     if found >= LARGEST:
         raise _lost("bound", bound, f"keep it within ±{LARGEST:g}")
     return max(found, Decimal(-LARGEST))
-
-
-def _number(value: Any) -> Decimal:
-    number = Decimal(repr(value)) if type(value) in (int, float) else Decimal("nan")
-    if not number.is_finite():
-        raise _lost("bound or multipleOf", value, "use a finite number")
-    return number
 
 
 def _check(text: str) -> None:
@@ -138,5 +117,4 @@ def _same(part: re.Match[str]) -> str:
 
 
 def _lost(what: str, value: Any, remedy: str) -> RequestError:
-    shown = str(value)[:60]
-    return RequestError(f"The JSON schema has the {what} {shown}, which cannot be kept: {remedy}")
+    return RequestError(f"The JSON schema's {what} {value!s:.60} cannot be kept: {remedy}")

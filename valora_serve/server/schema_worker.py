@@ -1,23 +1,22 @@
-"""The process that compiles grammars first: ``python -m valora_serve.server.schema_worker``.
-
-Some schemas take the grammar engine hours, or all memory, and end only this process. A job is a
-line of JSON, [rules, strict, schemas, …] of a `Grammar`; the answer is a line [error, rules].
-"""
+"""Compiles grammars first, in a process that some end: they take hours, or all memory."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import multiprocessing
 import re
 import resource
 import signal
-import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from valora_serve.errors import RequestError
 from valora_serve.server.json_schema import prepare
 
 SECONDS = 1.0  # of computing, for one grammar
-MAX_BYTES = 2**30
+MAX_BYTES = 2**30  # beyond those of the process without any
 MAX_STACK = 2**21  # bytes, less than any thread of the server has
 LIMITS: dict[str, Any] = {
     # Together they bound the computation of a token's mask to about 5 ms for 150,000 tokens.
@@ -28,6 +27,7 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,
 }
+_PR_SET_PDEATHSIG = 1
 _OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 _SPACED = {"item_separator": ", ", "key_separator": ": "}  # as chat templates write calls
 
@@ -39,52 +39,64 @@ def first_line(error: object) -> str:
     return text.splitlines()[0][:300] if text else "it is none"
 
 
-def rules_of(rules: str, strict: list[str], schemas: dict[str, Any]) -> str:
-    """Return the rules of a grammar, with those of its schemas."""
-    for name, schema in schemas.items():
-        try:
-            made = prepare(schema, strict=name in strict)
-        except RequestError as error:
-            raise RequestError(f"{_title(schemas, name)}{error}") from error
-        options = {"x-guidance": _OPTIONS if name == "json" else _OPTIONS | _SPACED}
-        rules += (
-            f"\n{name}: %json {json.dumps(made | options if isinstance(made, dict) else options)}"
-        )
-    return rules
+def process() -> ProcessPoolExecutor:
+    """Make the process, which is started when it is needed."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
 
 
-def _title(schemas: dict[str, Any], name: str) -> str:
-    """Return what an error about one of several schemas begins with."""
-    return f"{schemas[name]['title']}: " if name in schemas and name != "json" else ""
+def _begin() -> None:
+    """Limit this process, which ends with the server, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK, MAX_STACK))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def main() -> None:
-    """Answer jobs until the input ends."""
+def compiled(key: str) -> str:
+    """Return the rules of a grammar, which its `key` describes in JSON, with those of its schemas.
+
+    Raises a `RequestError` if it cannot be compiled.
+    """
     import llguidance
 
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
-    resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK, MAX_STACK))
-    # A vocabulary of single bytes, as what takes for ever does so with any.
-    tokenizer = llguidance.LLTokenizer("byte")
-    limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends this process
-        rules = error = ""
-        try:
-            schemas = json.loads(line)[2]
-            rules = rules_of(*json.loads(line)[:3])
-            matcher = llguidance.LLMatcher(tokenizer, rules, log_level=0, limits=limits)
-            if matcher.is_error():
-                error = f"The JSON schema cannot be used: {first_line(matcher.get_error())}"
-                if place := re.match(r"at (\d+)\(", matcher.get_error()):
-                    name = rules.splitlines()[int(place[1]) - 1].partition(":")[0]
-                    error = f"{_title(schemas, name)}{error}"
-        except RequestError as refused:
-            error = str(refused)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends this process
+    try:
+        rules, strict, schemas, *_ = json.loads(key)
+        for name, schema in schemas.items():
+            try:
+                made = prepare(schema, strict=name in strict)
+            except RequestError as error:
+                raise RequestError(f"{_title(name, schema)}{error}") from error
+            options = {"x-guidance": _OPTIONS if name == "json" else _OPTIONS | _SPACED}
+            made = made | options if isinstance(made, dict) else options
+            rules += f"\n{name}: %json {json.dumps(made)}"
+        # Single bytes, as what takes for ever does so with any vocabulary.
+        matcher_of(rules, llguidance.LLTokenizer("byte"))
+    except RecursionError as error:
+        raise RequestError("The JSON schema has too many levels: simplify it") from error
+    finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps([error, rules]) + "\n")
-        sys.stdout.flush()
+    return str(rules)
 
 
-if __name__ == "__main__":
-    main()
+def matcher_of(rules: str, tokenizer: Any) -> Any:
+    """Return the grammar engine's matcher of rules; or a `RequestError`."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(verbose_errors=False, **LIMITS)
+    matcher = llguidance.LLMatcher(tokenizer, rules, log_level=0, limits=limits)
+    if matcher.is_error():
+        wrong, title = matcher.get_error(), ""
+        if place := re.match(r"at (\d+)\(", wrong):
+            name, _, schema = rules.splitlines()[int(place[1]) - 1].partition(": %json ")
+            title = _title(name, json.loads(schema)) if schema else ""
+        raise RequestError(f"{title}The JSON schema cannot be used: {first_line(wrong)}")
+    return matcher
+
+
+def _title(name: str, schema: Any) -> str:
+    """Return what an error about one of several schemas begins with."""
+    return "" if name == "json" else f"{schema['title']}: "

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import threading
 
 import httpx
@@ -121,8 +123,10 @@ def test_a_mask_only_takes_away(grammars):
      {"exclusiveMinimum": 0, "exclusiveMaximum": 1e-300, "type": "number"},
      {"type": "object", "required": ["a"], "additionalProperties": False},
      {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "array", "minItems": -1},
+     {"minimum": "5"}, {"exclusiveMaximum": [5]}, {"multipleOf": "2", "exclusiveMinimum": None},
+     {"minimum": float("nan")}, {"maximum": float("inf")},
      {"enum": [[[[float("inf")]]]]}, {"type": "string", "minLength": 3, "pattern": "^.?$"},
-     json.loads('{"items":' * 110 + "{}" + "}" * 110)],
+     json.loads('{"items":' * 900 + "{}" + "}" * 900)],
 )  # fmt: skip
 def test_schemas_that_cannot_be(grammars, schema):
     with pytest.raises(RequestError, match="schema") as error:
@@ -247,6 +251,13 @@ def test_schemas_that_would_take_for_ever_or_end_the_process_are_refused(grammar
     with pytest.raises(RequestError, match="schema"):
         made(grammars, schema)
     assert made(grammars, {"type": "integer"})
+
+
+def test_a_process_that_is_killed_while_it_is_idle_is_replaced(grammars):
+    for minimum in (1, 2):
+        assert made(grammars, {"type": "integer", "minimum": minimum})
+        os.kill(grammars._process.submit(os.getpid).result(), signal.SIGKILL)
+        until(lambda: grammars._process._broken)
 
 
 class Waiting:

@@ -74,7 +74,7 @@ async def _bundle_answer(
             parts += [schema.TextPart.model_construct(text=content)] if text else content
     images = [part.image_url for part in parts if isinstance(part, schema.ImagePart)]
     videos = [part for part in parts if isinstance(part, schema.VideoPart | schema.FramesPart)]
-    if len(videos) > 1 or any(isinstance(part, schema.OtherPart) for part in parts):
+    if len(videos) > 1:
         raise RequestError(f"{body.model} is a bundle: send images, or one video, and text")
     video = videos[0] if videos else None
     fields = schema.VisionRequest.model_construct(  # what is in it is checked

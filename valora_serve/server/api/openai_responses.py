@@ -13,16 +13,9 @@ from starlette.responses import Response
 from valora_serve.errors import RequestError
 from valora_serve.server.api import common, schema
 from valora_serve.server.api.chat import Chat, begin
-from valora_serve.server.api.tools import refuse
 from valora_serve.server.context import ServerContext
 from valora_serve.server.telemetry.logs import new_id
 
-LOGPROBS = "message.output_text.logprobs"
-_EMPTY = {  # what `include` may ask for besides; no answer of this server holds any of it
-    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
-    "file_search_call.results", "message.input_image.image_url", "reasoning.encrypted_content",
-    "web_search_call.action.sources", "web_search_call.results",
-}  # fmt: skip
 _SAME = ("model", "cache_salt", "temperature", "top_p", "tools", "tool_choice",
          "parallel_tool_calls", "store", "valora")  # fmt: skip
 """Fields that chat has, too."""
@@ -46,17 +39,13 @@ def router(context: ServerContext) -> APIRouter:
 
 
 def _as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
-    refuse(body)
-    others = [one for one in body.include or () if one != LOGPROBS and one not in _EMPTY]
-    if others:
-        raise RequestError(f"include holds {others[0][:50]!a}: only {LOGPROBS} is served")
     messages: list[schema.Message] = []
     if body.instructions is not None:
         messages.append(schema.Message(role="system", content=body.instructions))
     if isinstance(body.input, str):
         messages.append(schema.Message(role="user", content=body.input))
     else:
-        for number, item in enumerate(body.input):
+        for item in body.input:
             if isinstance(item, schema.Message):
                 messages.append(item)
             elif isinstance(item, schema.ResponseInputResult):
@@ -66,14 +55,9 @@ def _as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
                     messages.append(schema.Message(role="assistant"))
                 calls = [*(messages[-1].tool_calls or ()), schema.ToolCall(function=item)]
                 messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
-            elif item.type != "reasoning":
-                raise RequestError(
-                    f"input.{number} is of type {item.type[:50]!a}: only messages, function calls "
-                    "and their outputs are served"
-                )
     if not messages:
         raise RequestError("input holds only reasoning: send a message")
-    logprobs = LOGPROBS in (body.include or ())
+    logprobs = "message.output_text.logprobs" in (body.include or ())
     return schema.ChatRequest(
         **{name: getattr(body, name) for name in _SAME},
         messages=messages,
@@ -223,11 +207,7 @@ class _Responses:
             "temperature": body.temperature,
             "text": {"format": shown},
             "tool_choice": (body.tool_choice or "auto") if body.tools else "none",
-            "tools": [
-                {"type": tool.type} | tool.function.model_dump()
-                for tool in body.tools or ()
-                if tool.function is not None
-            ],
+            "tools": [{"type": one.type} | one.function.model_dump() for one in body.tools or ()],
             "top_p": body.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),

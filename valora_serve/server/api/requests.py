@@ -30,7 +30,6 @@ T = TypeVar("T")
 AT_ONCE = 128
 """Most requests of one HTTP request that the engine has at a time: a thousand that are begun, or
 end, together hold up the event loop for a third of a second."""
-MAX_STOPS, MAX_STOP_CHARS = 16, 1000
 MAX_LOGPROBS = 200_000  # of an answer: 17 MB, which become JSON in 0.3 s while nothing else runs
 _SAMPLING = (
     "min_tokens", "temperature", "top_p", "min_p", "seed", "ignore_eos", "frequency_penalty",
@@ -57,9 +56,6 @@ def sampling(
                 f"more than {MAX_LOGPROBS}: ask for fewer"
             )
     stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-    if len(stop) > MAX_STOPS or not all(stop) or max(map(len, stop), default=0) > MAX_STOP_CHARS:
-        said = f"up to {MAX_STOPS} texts of 1 to {MAX_STOP_CHARS} characters"
-        raise RequestError(f"stop takes {said}: send fewer or shorter ones")
     if (body.n or 1) > context.settings.max_n:
         raise RequestError(f"n is {body.n}, more than {context.settings.max_n}: ask for fewer")
     if body.stream_options is not None and not body.stream:
@@ -303,7 +299,7 @@ class _Reading:
             self.chars += len(content)
             parts: Any = content
         else:
-            parts = [self._part(number, part) for part in content]
+            parts = [self._part(part) for part in content]
         if follows:  # results share a turn, as in Qwen's template
             self.turns[-1]["content"] += parts
         else:
@@ -319,7 +315,7 @@ class _Reading:
         else:
             content.append({"type": "text", "text": f"\n\n{told}"})
 
-    def _part(self, number: int, part: schema.ContentPart) -> dict[str, Any]:
+    def _part(self, part: schema.ContentPart) -> dict[str, Any]:
         media, pixels = self._media, self._pixels
         match part:
             case schema.TextPart():
@@ -332,11 +328,6 @@ class _Reading:
                 self.videos.append(partial(media.video, part.video_url, pixels))
             case schema.FramesPart():
                 self.videos.append(partial(media.frames, part.frames, pixels))
-            case _:
-                raise RequestError(
-                    f"messages.{number} has a part of type {part.type}, which the model cannot "
-                    "read: send text, image_url, video_url or frames"
-                )
         return {"type": "video"}
 
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
+    AliasPath,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -20,6 +22,7 @@ from pydantic import (
     FiniteFloat,
     JsonValue,
     Tag,
+    ValidationInfo,
     create_model,
     model_validator,
 )
@@ -43,6 +46,7 @@ _Model = Annotated[
     str | None,
     Field(description="a domain, an adapter or the base model; the base model by default"),
 ]
+_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Limit = Annotated[int | None, Field(ge=1, le=10_000_000)]
 _Penalty = Annotated[FiniteFloat | None, Field(ge=-2, le=2)]
 Deadline = Annotated[
@@ -72,14 +76,14 @@ IGNORED = (
 _STORE = "false keeps the request out of the server's sample"
 _STATELESS = "as this server keeps no conversations: send the whole conversation as input"
 REFUSED = {
-    "audio": "is not served, as answers are text: leave it out",
-    "background": "is not served: wait for the answer, or set stream",
-    "conversation": f"is not served, {_STATELESS}",
-    "functions": "is OpenAI's old form of tools: send tools",
-    "moderation": "is not served: leave it out",
-    "prompt": "is not served, as this server keeps no prompts: send it as input",
-    "previous_response_id": f"is not served, {_STATELESS}",
-    "web_search_options": "is not served, as this server searches nothing: leave it out",
+    "audio": "not served, as answers are text: leave it out",
+    "background": "not served: wait for the answer, or set stream",
+    "conversation": f"not served, {_STATELESS}",
+    "functions": "OpenAI's old form of tools: send tools",
+    "moderation": "not served: leave it out",
+    "prompt": "not served, as this server keeps no prompts: send it as input",
+    "previous_response_id": f"not served, {_STATELESS}",
+    "web_search_options": "not served, as this server searches nothing: leave it out",
 }
 """Fields of OpenAI's that ask for what is not served."""
 
@@ -112,9 +116,18 @@ def fields_of(kind: type, *without: str) -> dict[str, Any]:
     }
 
 
+def _refuse(value: JsonValue, field: ValidationInfo) -> JsonValue:
+    if value not in (None, [], False):
+        raise PydanticCustomError("refused", REFUSED[str(field.field_name)])
+    return value
+
+
 _FIELDS: dict[str, Any] = {
     name: (JsonValue, Field(default=None, description=said))
-    for name, said in (dict.fromkeys(IGNORED, "ignored") | REFUSED | {"store": _STORE}).items()
+    for name, said in (dict.fromkeys(IGNORED, "ignored") | {"store": _STORE}).items()
+} | {
+    name: (Annotated[JsonValue, AfterValidator(_refuse)], Field(default=None, description=said))
+    for name, said in REFUSED.items()
 }
 _Others: Any = create_model("_Others", __base__=Body, **_FIELDS)
 
@@ -139,15 +152,8 @@ _Media = Annotated[MediaUrl, BeforeValidator(_url, json_schema_input_type=Url | 
 class TextPart(OpenBody):
     """Text in a message."""
 
-    type: Literal["text", "input_text", "output_text"]
-    text: Text
-
-
-class RefusalPart(TextPart):
-    """An earlier refusal of the assistant."""
-
-    type: Literal["refusal"]  # type: ignore[assignment]
-    text: Text = Field(alias="refusal")
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: Text = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class ImagePart(OpenBody):
@@ -171,16 +177,7 @@ class FramesPart(OpenBody):
     frames: list[_Media] = Field(fail_fast=True, min_length=1, max_length=10_000)
 
 
-class OtherPart(OpenBody):
-    """Audio or a file, which is refused."""
-
-    type: Literal["input_audio", "input_file", "file"]
-
-
-ContentPart = Annotated[
-    TextPart | RefusalPart | ImagePart | VideoPart | FramesPart | OtherPart,
-    Field(discriminator="type"),
-]
+ContentPart = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(discriminator="type")]
 _Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
 
 
@@ -226,10 +223,10 @@ class Function(Body):
 
 
 class Tool(OpenBody):
-    """A tool; only functions are supported."""
+    """A function as a tool."""
 
-    type: str
-    function: Function | None = None
+    type: Literal["function"]
+    function: Function
 
     @model_validator(mode="before")
     @classmethod
@@ -239,6 +236,26 @@ class Tool(OpenBody):
             ignored = {"type", "defer_loading", "allowed_callers", "output_schema", "async"}
             return {"type": "function", "function": {k: tool[k] for k in tool.keys() - ignored}}
         return tool
+
+
+def _within(field: str, name: str) -> Any:
+    """A field of OpenAI's that lies in another one, but for ``/v1/responses``."""
+    return Field(validation_alias=AliasChoices(AliasPath(field, name), name))
+
+
+class NamedTool(OpenBody):
+    """A function by its name."""
+
+    type: Literal["function"]
+    name: str = _within("function", "name")
+
+
+class AllowedTools(OpenBody):
+    """The functions that an answer may, or must, call."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = _within("allowed_tools", "mode")
+    tools: list[NamedTool] = _within("allowed_tools", "tools")
 
 
 class StreamOptions(OpenBody):
@@ -305,7 +322,7 @@ class _Sampled(_Generated):
     min_p: FiniteFloat | None = Field(default=None, ge=0, le=1)
     max_completion_tokens: _Limit = None
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: Text | _Texts | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16, fail_fast=True)] | None = None
     min_tokens: int | None = Field(default=None, ge=0, le=10_000_000)
     ignore_eos: bool | None = False
     response_format: ResponseFormat | None = None
@@ -333,9 +350,11 @@ class _Sampled(_Generated):
 
 class _Called(Body):
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: str | JsonObject | None = Field(
-        default=None, description="auto, none, required, a function, or allowed_tools"
-    )
+    tool_choice: (
+        Literal["auto", "none", "required"]
+        | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = Field(
         default=None, description="whether an answer may hold several calls; true by default"
     )
@@ -348,8 +367,10 @@ class ChatRequest(_Sampled, _Called, _Others):  # type: ignore[misc]
     messages: _Messages
     max_tokens: _Limit = None
     logprobs: bool | None = False
-    modalities: list[str] | None = Field(default=None, description="only text")
-    function_call: JsonValue = Field(default=None, description="only none: use tool_choice")
+    modalities: list[Literal["text"]] | None = None
+    function_call: Literal["none", "auto"] | None = Field(
+        default=None, description="ignored; use tool_choice"
+    )
 
 
 class CompletionRequest(_Sampled):
@@ -393,26 +414,30 @@ class ResponseInputResult(OpenBody):
     output: Text | _Parts
 
 
-class ResponseInputItem(OpenBody):
-    """Another item of ``/v1/responses``: reasoning is ignored, all else is refused."""
+class ResponseInputReasoning(OpenBody):
+    """Earlier reasoning, which is ignored."""
 
-    type: str
-
-
-def _kind_of_item(item: object) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else "message"
-    if kind in ("function_call", "function_call_output"):
-        return str(kind)
-    return "item" if isinstance(kind, str) and kind != "message" else "message"
+    type: Literal["reasoning"]
 
 
 _ResponseItem = Annotated[
     Annotated[Message, Tag("message")]
     | Annotated[ResponseInputCall, Tag("function_call")]
     | Annotated[ResponseInputResult, Tag("function_call_output")]
-    | Annotated[ResponseInputItem, Tag("item")],
-    Discriminator(_kind_of_item),
+    | Annotated[ResponseInputReasoning, Tag("reasoning")],
+    Discriminator(
+        lambda item: item.get("type", "message") if isinstance(item, dict) else "message",
+        custom_error_type="item",
+        custom_error_message="Only messages, function calls and their outputs are served",
+    ),
 ]
+
+
+_Included = Literal[
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "message.output_text.logprobs",
+    "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+]  # fmt: skip
 
 
 class ResponseTextFormat(JsonSchema):
@@ -439,8 +464,8 @@ class ResponsesRequest(_Generated, _Called, _Others):  # type: ignore[misc]
     max_output_tokens: _Limit = None
     text: ResponseText | None = None
     stream_options: JsonValue = Field(default=None, description="ignored")
-    include: Annotated[list[str], Field(max_length=100)] | None = Field(
-        default=None, description="message.output_text.logprobs; others of OpenAI's are ignored"
+    include: Annotated[list[_Included], Field(max_length=100)] | None = Field(
+        default=None, description="only message.output_text.logprobs is not ignored"
     )
     metadata: dict[str, str] | None = Field(default=None, description="returned as it is")
 

@@ -136,38 +136,27 @@ class AnswerReader:
         return schema.AnswerMessage(content=said or empty, tool_calls=made or None)
 
 
-def refuse(body: Any) -> None:
-    """Refuse fields of OpenAI's that ask for what is not served."""
-    for name, said in schema.REFUSED.items():
-        if getattr(body, name) not in (None, [], False):
-            raise RequestError(f"{name} {said}")
-
-
 def tools_of(body: schema.ChatRequest) -> Tools | None:
     """What an answer may or must call; None if it is to be text."""
-    refuse(body)
-    if body.function_call not in (None, "none", "auto"):
-        raise RequestError("function_call is OpenAI's old form of tool_choice: send tool_choice")
-    if others := [one for one in body.modalities or () if one != "text"]:
-        raise RequestError(f'modalities holds {others[0][:50]!a}: answers are text, send ["text"]')
-    choice: Any = body.tool_choice
-    functions = _functions(body.tools or ())
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = choice.get("allowed_tools", choice)
-        allowed = allowed if isinstance(allowed, dict) else {}
-        choice, listed = allowed.get("mode"), allowed.get("tools")
-        if choice not in ("auto", "required") or not isinstance(listed, list):
-            raise RequestError("tool_choice.allowed_tools lacks its mode or tools: send both")
-        names = {_named(one, functions, "tool_choice.allowed_tools") for one in listed}
-        functions = {name: one for name, one in functions.items() if name in names}
-    elif isinstance(choice, dict):
-        named = functions[_named(choice, functions, "tool_choice")]
-        return Tools([named], text=False, several=False)
-    if choice not in (None, "auto", "none", "required"):
-        raise RequestError(
-            f"tool_choice is {str(choice)[:50]!a}: send auto, none, required, or a function as "
-            '{"type": "function", "function": {"name": …}}'
-        )
+    functions: dict[str, schema.Function] = {}
+    for tool in body.tools or ():
+        name = tool.function.name
+        if name in functions:
+            raise RequestError(f"tools holds the function {name} twice: leave one out")
+        functions[name] = tool.function
+    choice = body.tool_choice
+    if isinstance(choice, schema.NamedTool | schema.AllowedTools):
+        named = [choice] if isinstance(choice, schema.NamedTool) else choice.tools
+        for name in (one.name for one in named):
+            if name not in functions:
+                raise RequestError(
+                    f"tool_choice names {name[:64]!a}, which is none of the tools: they are "
+                    f"{', '.join(functions) or 'none: send tools'}"
+                )
+        functions = {one.name: functions[one.name] for one in named}
+        if isinstance(choice, schema.NamedTool):
+            return Tools(list(functions.values()), text=False, several=False)
+        choice = choice.mode
     if choice == "required" and not functions:
         raise RequestError("tool_choice is required, but there are no tools: send tools")
     if choice == "none" or not functions:
@@ -185,38 +174,6 @@ def calls_as_text(message: schema.Message) -> str:
         f'{_BEGIN}\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments or "{}"}{_END}'
         for call in calls
     )
-
-
-def _functions(tools: Sequence[schema.Tool]) -> dict[str, schema.Function]:
-    found: dict[str, schema.Function] = {}
-    for number, tool in enumerate(tools):
-        if tool.type != "function":
-            raise RequestError(
-                f"tools.{number}.type is {tool.type[:50]!a}: only tools of type function are served"
-            )
-        if tool.function is None:
-            raise RequestError(f"tools.{number} lacks its function: send name and parameters")
-        name = tool.function.name
-        if name in found:
-            raise RequestError(f"tools holds the function {name} twice: leave one out")
-        found[name] = tool.function
-    return found
-
-
-def _named(choice: Any, functions: dict[str, schema.Function], place: str) -> str:
-    choice = choice if isinstance(choice, dict) else {}
-    named = choice.get("function", choice)  # Responses has no object in between
-    name = named.get("name") if isinstance(named, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise RequestError(
-            f'{place} names no function: send {{"type": "function", "function": {{"name": …}}}}'
-        )
-    if name not in functions:
-        listed = ", ".join(functions) or "none: send tools"
-        raise RequestError(
-            f"{place} names {name[:64]!a}, which is none of the tools: they are {listed}"
-        )
-    return name
 
 
 def _parameters(function: schema.Function) -> dict[str, Any]:

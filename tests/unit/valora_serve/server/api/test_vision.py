@@ -244,9 +244,11 @@ def test_an_error_says_which_of_several_images_it_is_about(server, field):
         ({"valora": {"head": False}}, "leave out valora.head,"),
         ({"valora": {"adapters": [{"name": "adapter-1"}]}}, "leave out valora.adapters,"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "leave out tools,"),
-        ({"stop": ["a"] * 17}, "stop takes up to 16"), ({"stream_options": {}}, "set stream"),
-        ({"modalities": ["audio"]}, "modalities holds 'audio'"), ({"audio": {}}, "audio is not"),
-        ({"function_call": {"name": "f"}}, "send tool_choice"),
+        ({"stop": ["a"] * 17}, "List should have at most 16 items"),
+        ({"stream_options": {}}, "set stream"),
+        ({"modalities": ["audio"]}, "modalities.0: Input should be 'text'"),
+        ({"audio": {}}, "audio: not served"),
+        ({"function_call": {"name": "f"}}, "function_call: Input"),
     ],
 )  # fmt: skip
 def test_what_no_bundle_can_do_is_refused_and_not_left_out(server, given, said):

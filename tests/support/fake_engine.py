@@ -262,6 +262,9 @@ class FakeEngine:
         return None
 
     async def load_adapter(self, name, folder, *, decode_only=False):
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            if not (folder / file).is_file():  # as the catalogue, which opens no pipe either
+                raise errors.AdapterError(f"{folder} is no adapter, as it holds no {file}")
         config = json.loads((folder / "adapter_config.json").read_text())
         if config.get("base_model_name_or_path", "tiny") != "tiny":
             raise errors.AdapterError(
@@ -318,7 +321,9 @@ class FakeEngine:
         del self._served[name]
 
     async def load_bundle(self, folder):
-        manifest = json.loads((Path(folder) / "bundle.json").read_text())
+        if not (file := Path(folder) / "bundle.json").is_file():
+            raise errors.AdapterError(f"{folder} is no bundle, as it holds no {file.name}")
+        manifest = json.loads(file.read_text())
         if manifest.get("base") not in ("tiny", {"id": "tiny", "sha256": "0"}):
             raise errors.AdapterError("bundle is for another base model")
         name = f"{manifest['name']}@1"

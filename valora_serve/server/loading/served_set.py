@@ -19,7 +19,7 @@ from valora_data.contract.files import UnreadableError, read_json
 from valora_data.errors import ValoraError
 from valora_serve import errors
 from valora_serve.server.loading.state_file import KINDS, SavedState, StateFile, check_content
-from valora_serve.server.resolving.base import FETCHED, FILES, PICKLE, WEIGHTS, leads_inside
+from valora_serve.server.resolving.base import FETCHED, leads_inside
 from valora_serve.server.telemetry import logs
 from valora_serve.types import EngineClient, NewContext, ServedModel
 
@@ -278,12 +278,6 @@ class ServedSet:
                     f"There is no model {name!r}, and its name is kept for what an operator has "
                     "loaded: name one of /v1/models"
                 )
-            try:
-                await asyncio.to_thread(_check_adapter, folder)
-            except OSError as error:
-                raise errors.SourceError(
-                    f"Adapter {name} was taken out of the adapter cache meanwhile: ask again"
-                ) from error
             await self._engine.load_adapter(name, folder)
             self._found.add(name)
             await self._serve_waiting()
@@ -445,18 +439,6 @@ class ServedSet:
                     )
         except (OSError, ValueError, RuntimeError) as error:
             raise outside from error
-        try:
-            if kind == "adapter":
-                _check_adapter(folder)
-            elif kind == "bundle" and not (folder / MANIFEST).is_file():
-                raise errors.AdapterError(
-                    f"{folder.name} is no bundle, as it holds no {MANIFEST}: name the folder that "
-                    "does"
-                )
-        except OSError as error:
-            raise errors.AdapterError(
-                f"{folder.name} cannot be read ({error.strerror}): give the server permission"
-            ) from error
         return folder
 
 
@@ -466,17 +448,6 @@ def check_folder(folder: Path) -> None:
         raise errors.SettingsError(
             f"adapter_folder {folder} is no folder: make it, or name another"
         )
-
-
-def _check_adapter(folder: Path) -> None:
-    for name in FILES:
-        if not (folder / name).is_file():
-            if name == WEIGHTS and (folder / PICKLE).exists():
-                raise errors.pickle_error(folder.name, PICKLE)
-            raise errors.AdapterError(
-                f"{folder.name} is no PEFT adapter, as it holds no {name}: name the folder that "
-                "does"
-            )
 
 
 def bundle_names(folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -260,16 +260,29 @@ class _Row(_Line):
     model_config = ConfigDict(extra="ignore")
 
 
-def _line(where: str, text: str | dict[str, Any]) -> _Line:
-    """A line of JSON, or a row of a CSV file; a TraceError names the fault."""
+def _lines(path: Path, *, table: bool = False) -> list[tuple[str, _Line]]:
+    """The requests of a file, JSON lines or a CSV table, each with its place; or a TraceError."""
+    found: list[tuple[str, _Line]] = []
     try:
-        if isinstance(text, dict):
-            return _Row.model_validate(text)
-        return _Line.model_validate_json(text)
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = csv.DictReader(file)
+            numbered: Iterable[tuple[int, Any]] = enumerate(rows if table else file, 1)
+            for number, row in numbered:
+                where = f"{path}, line {rows.line_num if table else number}"
+                if table:
+                    named = {str(name).strip().lower(): value for name, value in row.items()}
+                    found.append((where, _Row.model_validate(named)))
+                elif row.strip():
+                    found.append((where, _Line.model_validate_json(row)))
     except ValidationError as error:
         first = error.errors()[0]
-        named = "".join(f"{name}: " for name in first["loc"][:1])
-        raise TraceError(f"{where}: {named}{first['msg']}.") from None
+        column = "".join(f"{name}: " for name in first["loc"][:1])
+        raise TraceError(f"{where}: {column}{first['msg']}.") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path} cannot be read: {error}.") from error
+    if not found:
+        raise TraceError(f"{path} has no requests.")
+    return found
 
 
 def azure(path: Path, *, rate: float | None = None, **mix: Unpack[Mix]) -> Workload:
@@ -280,9 +293,7 @@ def azure(path: Path, *, rate: float | None = None, **mix: Unpack[Mix]) -> Workl
     requests per second are kept on average, sampled at random (VaLoRA §6.1).
     """
     rng = _rng(mix)
-    rows = list(_csv_rows(path))
-    if not rows:
-        raise TraceError(f"{path} has no requests.")
+    rows = [(one.arrival, one.prompt, one.output) for _, one in _lines(path, table=True)]
     table = np.array(sorted(rows))
     if rate is not None:
         span = float(table[-1, 0] - table[0, 0])
@@ -298,18 +309,6 @@ def azure(path: Path, *, rate: float | None = None, **mix: Unpack[Mix]) -> Workl
     return _workload(rng, arrival, table[:, 1], table[:, 2], **mix)
 
 
-def _csv_rows(path: Path) -> Iterator[tuple[float, float, float]]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            for row in reader:
-                named = {str(name).strip().lower(): value for name, value in row.items()}
-                line = _line(f"{path}, line {reader.line_num}", named)
-                yield line.arrival, line.prompt, line.output
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"{path} cannot be read as CSV: {error}.") from error
-
-
 def read(path: Path) -> Workload:
     """Read a workload from JSON lines; a TraceError names a damaged line and its fault.
 
@@ -318,27 +317,17 @@ def read(path: Path) -> Workload:
     """
     ranks: dict[str, tuple[int, int]] = {}  # number and rank of each adapter
     rows = []
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                if text.strip():
-                    where = f"{path}, line {number}"
-                    line = _line(where, text)
-                    of = BASE
-                    if line.adapter is not None:
-                        own = len(ranks), line.rank
-                        of, known = ranks.setdefault(line.adapter, own)
-                        if known != line.rank:
-                            raise TraceError(
-                                f"{where}: {line.adapter} has rank {line.rank}, but rank {known} "
-                                "in a line above."
-                            )
-                    limit = math.nan if line.latency_limit is None else line.latency_limit
-                    rows.append((line.arrival, of, line.prompt, line.output, line.images, limit))
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path} cannot be read: {error}.") from error
-    if not rows:
-        raise TraceError(f"{path} has no requests.")
+    for where, line in _lines(path):
+        number = BASE
+        if line.adapter is not None:
+            number, known = ranks.setdefault(line.adapter, (len(ranks), line.rank))
+            if known != line.rank:
+                raise TraceError(
+                    f"{where}: {line.adapter} has rank {line.rank}, but rank {known} in a line "
+                    "above."
+                )
+        limit = math.nan if line.latency_limit is None else line.latency_limit
+        rows.append((line.arrival, number, line.prompt, line.output, line.images, limit))
     rows.sort(key=lambda row: row[0])
     table = np.array(rows)
     asked, prompt, output, images = (table[:, i].astype(np.int32) for i in range(1, 5))

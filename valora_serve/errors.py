@@ -158,10 +158,6 @@ class ForbiddenError(ServeError, status=403, code="forbidden"):
     """The API key does not permit the call, or the server was started without this feature."""
 
 
-class GoneError(ServeError, status=410, code="gone"):
-    """The path was served by earlier releases."""
-
-
 class SlowClientError(ServeError, status=408, code="request_timeout"):
     """The client took too long to send its request."""
 

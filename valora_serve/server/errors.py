@@ -20,6 +20,10 @@ from valora_serve.server.telemetry import logs
 from valora_serve.server.telemetry.metrics import Metrics
 
 DRAINED = "The server shut down before the answer was complete: ask again"
+OPEN_INFERENCE = (
+    "The Open Inference Protocol is no longer served: send images to /v1/vision/{domain}, and ask "
+    "/v1/models/{domain} and /ready whether a domain answers"
+)
 LONGEST_NAME, LONGEST_PATH, LONGEST_TEXT = 60, 200, 300
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _FOLDERS = re.compile(r"(?<![\w:/.~-])/(?!v1/|console/)(?:[^\s/:,;'\"()]+/)+(?=[^\s/:,;'\"()])")
@@ -97,12 +101,14 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
         sent = error.body if where == "body" else dict.fromkeys(name)
         return await ours(request, invalid([{**first, "loc": name}], sent, f"The {where}"))
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         metrics.failed(f"http_{error.status_code}")
         said = str(error.detail)
         if error.status_code == 404:
             said = "There is nothing at this path: /docs lists the paths of this server"
+            if "/v2/" in f"{request.url.path}/":
+                said = OPEN_INFERENCE
         elif error.status_code == 405:
             said = f"This path takes {(error.headers or {}).get('Allow', 'another method')} only"
         body = {"message": said, "type": "invalid_request_error", "param": None, "code": None}

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from valora_serve.errors import ForbiddenError, RequestError, ServeError
+from valora_serve.errors import ForbiddenError, RequestError
 from valora_serve.server.access.admission import RateLimiter
 from valora_serve.server.access.keys import Key, KeyRing
 from valora_serve.server.settings import ServerSettings
@@ -53,7 +53,6 @@ class Rules:
     access: Access = Access.KEYED
     max_body_bytes: int | None = None  # None for the server's general limit
     disabled: str | None = None  # why every request is refused
-    refusal: type[ServeError] = ForbiddenError  # of these requests
     # Of bodies that the route reads, by default JSON if it declares a body; others get a 415.
     content_types: tuple[str, ...] = ()
     any_host: bool = False  # whether it answers under any host name, as probes of a cluster ask
@@ -90,7 +89,7 @@ class Guard:
         if not self._keys:
             self._sites.check(scope, headers, any_host=rules.any_host)
         if rules.disabled is not None:
-            raise rules.refusal(rules.disabled)
+            raise ForbiddenError(rules.disabled)
         caller.set(None)
         caller_key.set(None)
         if rules.access is Access.OPEN and not (rules.tells_all and self._keys.limited):

@@ -1,4 +1,4 @@
-"""Health, metrics, version, status, the web console, and paths that are no longer served."""
+"""Health, metrics, version, status, and the web console."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import Field, create_model
 from starlette.responses import FileResponse, Response
 
-from valora_serve.errors import GoneError
 from valora_serve.server.access.guard import JSON, Access, allow
 from valora_serve.server.api.schema import ResponseBody, fields_of
 from valora_serve.server.context import ServerContext
@@ -70,11 +69,6 @@ _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
-)
-_METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE"]
-_GONE = (
-    "The Open Inference Protocol is no longer served: send images to /v1/vision/{domain}, and ask "
-    "/v1/models/{domain} and /ready whether a domain answers"
 )
 _FAILED: dict[int | str, dict[str, Any]] = {
     503: {"model": Health, "description": "The engine has failed"}
@@ -147,12 +141,6 @@ def router(context: ServerContext) -> APIRouter:
             memory_bytes=memory_bytes(), uptime_seconds=time.monotonic() - context.started,
             replicas=None if found is None else each,
         )  # fmt: skip
-
-    @routes.api_route("/v2", methods=_METHODS, include_in_schema=False)
-    @routes.api_route("/v2/{path:path}", methods=_METHODS, include_in_schema=False)
-    @allow(Access.OPEN, any_host=True, disabled=_GONE, refusal=GoneError)
-    async def gone() -> None:
-        """Refused, with any method, before a body is read."""
 
     if context.settings.console:
 

@@ -84,12 +84,12 @@ def test_every_request_below_it_is_told_what_to_use(tmp_path):
             ("POST", "/v2/repository/index", b""),
             ("POST", "/v2/models/person/infer", bytes(2**20)),
         ):  # fmt: skip
-            headers = {"host": "10.0.0.9", "content-type": "application/octet-stream"}
+            headers = {"content-type": "application/octet-stream"}
             answer = server.client.request(method, path, content=content, headers=headers)
-            assert answer.status_code == 410, (method, path, answer.text)
+            assert answer.status_code == 404, (method, path, answer.text)
             if method != "HEAD":
                 error = answer.json()["error"]
                 assert "/v1/vision/{domain}" in error["message"]
-                assert (error["type"], error["code"]) == ("invalid_request_error", "gone")
+                assert error["type"] == "invalid_request_error"
         assert not server.engine.asked
-        assert server.client.get("/v2x").status_code == 404
+        assert "/docs" in server.client.get("/v2x").json()["error"]["message"]

@@ -5,7 +5,7 @@ import threading
 from dataclasses import replace
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import serving
+from tests.support.http_helpers import refused, serving
 from valora_serve.server.access.keys import new_key
 from valora_serve.server.api import models
 from valora_serve.server.api.models import card
@@ -78,18 +78,9 @@ def test_the_list_of_models_is_made_off_the_event_loop(monkeypatch):
 def test_every_request_below_it_is_told_what_to_use(tmp_path):
     (tmp_path / "keys").write_text(new_key("app", "user")[1])
     with serving(keys_file=str(tmp_path / "keys")) as server:
-        for method, path, content in (
-            ("GET", "/v2", b""), ("GET", "/v2/", b""), ("HEAD", "/v2/health/ready", b""),
-            ("GET", "/v2/models/person/versions/1/ready", b""), ("DELETE", "/v2/models/x", b""),
-            ("POST", "/v2/repository/index", b""),
-            ("POST", "/v2/models/person/infer", bytes(2**20)),
+        for method, path in (
+            ("GET", "/v2"), ("GET", "/v2/"), ("DELETE", "/v2/models/x"),
+            ("GET", "/v2/models/person/versions/1/ready"), ("POST", "/v2/models/person/infer"),
         ):  # fmt: skip
-            headers = {"content-type": "application/octet-stream"}
-            answer = server.client.request(method, path, content=content, headers=headers)
-            assert answer.status_code == 404, (method, path, answer.text)
-            if method != "HEAD":
-                error = answer.json()["error"]
-                assert "/v1/vision/{domain}" in error["message"]
-                assert error["type"] == "invalid_request_error"
-        assert not server.engine.asked
-        assert "/docs" in server.client.get("/v2x").json()["error"]["message"]
+            refused(server.client.request(method, path, content=b"{"), 404, "/v1/vision/{domain}")
+        refused(server.client.get("/v2x"), 404, "/docs")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.fake_engine import CAPTION, PERSON, FakeEngine
+from tests.support.fake_engine import BASE, CAPTION, PERSON, FakeEngine
 from tests.support.http_helpers import data_url, encoded, picture, refused, serving
 from tests.support.videos import video_file
 from valora_serve.errors import DeadlineError, RequestError, UnknownModelError
@@ -340,3 +340,12 @@ def test_the_queue_has_room_for_all_domains_of_a_request_or_for_none(monkeypatch
         assert 'valora_request_failure_total{code="overloaded"} 2.0' in text
         assert 'valora_request_success_total{finished_reason="head",model_name="person"}' in text
     assert small.inside == 0
+
+
+def test_a_text_only_base_model_decodes_nothing():
+    engine = FakeEngine()
+    engine._served["tiny"] = replace(BASE, media="text")
+    with serving(engine) as server:
+        for url in (data_url(b"no picture"), "https://nowhere.example/"):
+            answer = server.client.post("/v1/vision/person", json={"images": [url]})
+            refused(answer, 400, "reads text alone: leave images")

@@ -46,7 +46,6 @@ WRONG = {
         ({"tools": [STOP], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.mode"),
         ({"tools": [STOP, STOP], "tool_choice": "required"}, "twice"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type: Input"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         ({"tools": [{"type": "function"}]}, "tools.0.function: Field required"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters":
@@ -99,7 +98,6 @@ WRONG = {
         ({"prompt": {"id": "p"}}, "keeps no prompts"), ({"background": True}, "background"),
         ({"moderation": {"model": "x"}}, "moderation"),
         ({"tools": [{"type": "web_search", "search_context_size": "low"}]}, "tools.0.type: Input"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, "tools.0.type: Input"),
         ({"tools": [{"type": "function"}]}, "tools.0.function: Field"), ({"tools": [5]}, "tools.0"),
         ({"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "web_search"}},
          "tool_choice: Input should be"),

@@ -2,24 +2,13 @@
 
 import asyncio
 import base64
-from dataclasses import replace
 
 import pytest
 from PIL import Image
 
 from tests.fuzz.media import scans
-from tests.support.fake_engine import BASE, FakeEngine
-from tests.support.http_helpers import (
-    CHAT,
-    begin,
-    chat,
-    data_url,
-    encoded,
-    picture,
-    refused,
-    serving,
-    until,
-)
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import begin, chat, data_url, encoded, picture, serving, until
 from tests.support.http_helpers import read_media as read
 from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.media.reader import MediaReader
@@ -62,14 +51,6 @@ def test_frames_in_one_data_url():
     assert [frame.getpixel((8, 6))[0] for frame in found] == pytest.approx([10, 90], abs=3)
     with pytest.raises(ImageError, match="frames"):
         read(url, "video", max_video_frames=1)
-
-
-def test_a_text_only_model_decodes_nothing():
-    engine = FakeEngine()
-    engine._served["tiny"] = replace(BASE, media="text")
-    with serving(engine) as server:
-        for body in (chat(url=data_url(b"no picture")), chat(url="https://nowhere.example/")):
-            refused(server.client.post(CHAT, json=body), 400, "reads text alone: leave images")
 
 
 def test_pixels_are_given_back_when_a_request_ends():

@@ -107,7 +107,7 @@ def create_app(
         anyio.to_thread.current_default_thread_limiter().total_tokens = WORKERS  # 40 by default
         context.grammars.read()
         if on_request is not None:
-            for name in filter(on_request.allows, served.missing):
+            for name in filter(on_request.allows, served.waiting):
                 on_request.begin(name)
         yield
         await context.media.close()

@@ -166,7 +166,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.post("/v1/unload_lora_adapter", tags=["loading"], summary="Unload an adapter")
     @admin
     async def unload_adapter(body: UnloadAdapterRequest) -> Done:
-        await whole(served.unload_adapter(body.lora_name))
+        await whole(served.unload("adapter", body.lora_name))
         return Done(message=f"adapter {body.lora_name} is no longer served")
 
     @routes.post("/v1/load_bundle", tags=["loading"], summary="Load a bundle with its domains")

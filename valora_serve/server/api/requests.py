@@ -132,20 +132,13 @@ class Arrival:
         if loader is not None and name is not None and service.sees(name) and loader.allows(name):
             self.http.state.stack.enter_context(loader.using(name))
             if not service.serves(name) or loader.is_lost(name):
-                seconds = service.deadline(name, self.wanted)
-                try:
-                    async with asyncio.timeout(seconds):
-                        await until_disconnect(self.http.receive, loader.load(name))
-                except TimeoutError as error:
-                    raise DeadlineError(
-                        f"The deadline of {seconds:g} s passed while adapter {name} was loaded: "
-                        "ask again, as it is loaded all the same"
-                    ) from error
+                doing = f"adapter {name} was loaded: ask again, as it is loaded all the same"
+                await self.within(loader.load(name), doing, name)
         return service.model(name)
 
-    def time_left(self) -> float | None:
-        """Seconds left until the deadline; None if there is none."""
-        deadline = self.context.service.deadline(self.model.name, self.wanted)
+    def time_left(self, name: str | None = None) -> float | None:
+        """Seconds left until the deadline, by the `name` of a model yet to load; None for none."""
+        deadline = self.context.service.deadline(name or self.model.name, self.wanted)
         if deadline is None:
             return None
         left = deadline - (time.monotonic() - self.since)
@@ -156,11 +149,14 @@ class Arrival:
         return left
 
     async def within(
-        self, work: Coroutine[Any, Any, T], doing: str = "its images were read: send smaller ones"
+        self,
+        work: Coroutine[Any, Any, T],
+        doing: str = "its images were read: send smaller ones",
+        name: str | None = None,
     ) -> T:
         """Run a coroutine until the deadline, and no longer than the client stays."""
         try:
-            left = self.time_left()
+            left = self.time_left(name)
         except BaseException:
             work.close()
             raise

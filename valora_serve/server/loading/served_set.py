@@ -47,37 +47,23 @@ class ServedSet:
             check_folder(folder)
         self._engine, self._file, self._replay = engine, file, replay
         self._folder = folder.resolve() if folder is not None else None
-        self._state = SavedState()
+        self.state = SavedState()  # what was loaded and unloaded at run time
         self._given: dict[str, Path] = {}  # bundles of the command line
         self._lock = asyncio.Lock()
-        self._waiting: dict[str, list[str]] = {}
-        self._found: set[str] = set()  # adapters that requests have loaded
+        # Contexts of earlier runs by the adapter that they wait for.
+        self.waiting: dict[str, list[str]] = {}
+        self.found: set[str] = set()  # adapters that requests have loaded
         self._reserved: set[str] = set()  # as `bundle_names` gives them, in lower case
-
-    @property
-    def revision(self) -> str:
-        """Hash of what was loaded at run time."""
-        return self._state.revision
-
-    @property
-    def bundles(self) -> list[str]:
-        """Names of the bundles that were loaded at run time."""
-        return list(self._state.bundles)
-
-    @property
-    def missing(self) -> list[str]:
-        """Adapters that contexts of earlier runs wait for; once one is loaded, they are served."""
-        return list(self._waiting)
 
     def read(self) -> list[str]:
         """Read the state file; the names of bundles that the command line's do not serve now."""
         if self._folder is None:
             return []
-        self._state = self._file.read()
-        self.reserve((*self._state.adapters, *self._state.contexts, *self._state.bundles))
-        for names in self._state.reserved.values():
+        self.state = self._file.read()
+        self.reserve((*self.state.adapters, *self.state.contexts, *self.state.bundles))
+        for names in self.state.reserved.values():
             self.reserve(names)
-        return list(dict.fromkeys((*self._state.unloaded, *self._state.bundles)))
+        return list(dict.fromkeys((*self.state.unloaded, *self.state.bundles)))
 
     def reserve(self, names: Iterable[str]) -> None:
         """Keep names, as `bundle_names` gives them, from adapters that requests load."""
@@ -87,27 +73,23 @@ class ServedSet:
         """Return whether a name is an operator's, in capital or small letters."""
         return _is_among(name.casefold(), self._reserved)
 
-    def is_found(self, name: str) -> bool:
-        """Return whether a request has loaded the adapter of this name."""
-        return name in self._found
-
     def _reserve_served(self) -> None:
-        models = [model for model in self._engine.models() if model.name not in self._found]
+        models = [model for model in self._engine.models() if model.name not in self.found]
         bundles = {_short(model.bundle) for model in models if model.bundle}
         self.reserve((*(model.name for model in models), *bundles, *(f"{b}/" for b in bundles)))
 
     async def _give_way(self, names: Collection[str]) -> None:
         """Unload adapters that requests have loaded under names which an operator wants."""
-        for name in [one for one in self._found if _is_among(one, names)]:
+        for name in [one for one in self.found if _is_among(one, names)]:
             await self._engine.unload("adapter", name)
-            self._found.discard(name)
+            self.found.discard(name)
             logs.LOG.warning("unloaded %s: an operator loads something else of this name", name)
 
     async def restore(self) -> list[str]:
         """Load what earlier runs loaded; a sentence for each that could not be, which is kept."""
         problems = []
         for kind in KINDS:
-            problems += await self._restored(kind, list(self._state.of(kind)))
+            problems += await self._restored(kind, list(self.state.of(kind)))
         self._reserve_served()
         return problems
 
@@ -120,24 +102,24 @@ class ServedSet:
                 problems.append(f"{kind} {name} is not served again: {error}")
                 logs.LOG.error("%s", problems[-1])
                 if isinstance(error, errors.MissingAdapterError):
-                    self._waiting.setdefault(error.adapter, []).append(name)
+                    self.waiting.setdefault(error.adapter, []).append(name)
         return problems
 
     async def _load_again(self, kind: str, name: str) -> None:
-        path = self._state.of(kind).get(name)
+        path = self.state.of(kind).get(name)
         if path is None:  # a bundle of the command line, which another had replaced
             if name in self._given:
                 await self._engine.load_bundle(self._given[name])
             return
-        if sha256 := self._state.sha256.get(f"{kind} {name}"):
+        if sha256 := self.state.sha256.get(f"{kind} {name}"):
             await asyncio.to_thread(check_content, kind, Path(path), sha256)
         folder = await asyncio.to_thread(self._checked, kind, path)
         if kind == "bundle":
             await self._load_bundle(folder)
         elif kind == "adapter":
-            late = name in self._state.decode_only
+            late = name in self.state.decode_only
             await self._engine.load_adapter(name, folder, decode_only=late)
-            self._found.discard(name)
+            self.found.discard(name)
         else:
             await self._give_way([name])
             await self._engine.load_context(name, folder)
@@ -148,7 +130,7 @@ class ServedSet:
         async with self._file.turn() as state, self._lock:
             if state is not None:
                 await self._follow(state)
-            yield self._state.model_copy(deep=True)
+            yield self.state.model_copy(deep=True)
 
     async def follow(self, state: SavedState) -> None:
         """Serve what another replica has recorded."""
@@ -156,7 +138,7 @@ class ServedSet:
             await self._follow(state)
 
     async def _follow(self, state: SavedState) -> None:
-        if state != self._state:
+        if state != self.state:
             await self._move(state)
             self._reserve_served()
             await self._serve_waiting()
@@ -164,9 +146,9 @@ class ServedSet:
     async def _move(self, state: SavedState, make: Make | None = None, *key: str) -> None:
         """Serve what a state asks for; the kind and name of `key` in any case, if need be made."""
         served = self._served_bundles()
-        self._given |= {n: path for n, path in served.items() if n not in self._state.bundles}
-        old, new = self._wanted(self._state), self._wanted(state)
-        self._state = state
+        self._given |= {n: path for n, path in served.items() if n not in self.state.bundles}
+        old, new = self._wanted(self.state), self._wanted(state)
+        self.state = state
         for kind, name in sorted(old.keys() - new.keys(), key=lambda key: -KINDS.index(key[0])):
             if name in served if kind == "bundle" else self._served(name):
                 await self._engine.unload(kind, name)
@@ -190,7 +172,7 @@ class ServedSet:
         self, kind: str, name: str, new: SavedState, make: Make | None = None
     ) -> list[ServedModel]:
         """Record a change and make it: both, or neither; returns what is served of it then."""
-        what, old = f"{kind} {name}", self._state
+        what, old = f"{kind} {name}", self.state
         new.sha256.pop(what, None)
         self._reserve_served()
         try:
@@ -201,7 +183,7 @@ class ServedSet:
             await self._move(new, make, kind, name)
         except BaseException:  # loading changes nothing if it fails
             self._file.discard(draft)
-            self._state = old
+            self.state = old
             raise
         try:
             await asyncio.to_thread(self._file.publish, draft)
@@ -232,9 +214,9 @@ class ServedSet:
     async def _serve_waiting(self) -> None:
         """Load the contexts whose adapter has come, unless they were forgotten or replaced."""
         served = {model.name for model in self._engine.models()}
-        came = [name for name in self._waiting if name in served]
-        waiting = {context for name in came for context in self._waiting.pop(name)} - served
-        await self._restored("context", sorted(waiting & set(self._state.contexts)))
+        came = [name for name in self.waiting if name in served]
+        waiting = {context for name in came for context in self.waiting.pop(name)} - served
+        await self._restored("context", sorted(waiting & set(self.state.contexts)))
 
     async def load_adapter(
         self, name: str, path: str, *, replace: bool, decode_only: bool = False
@@ -254,7 +236,7 @@ class ServedSet:
     def _check_free(self, kind: str, name: str, replace: bool, remedy: str) -> None:
         """Check that a name is free, or that of something which may be replaced."""
         taken = self._served(name)
-        if taken and not (replace and (name in self._state.of(kind) or name in self._found)):
+        if taken and not (replace and (name in self.state.of(kind) or name in self.found)):
             raise errors.BusyError(f"The name {name} is taken by a served {taken.kind}: {remedy}")
 
     def _served(self, name: str) -> ServedModel | None:
@@ -279,7 +261,7 @@ class ServedSet:
                     "loaded: name one of /v1/models"
                 )
             await self._engine.load_adapter(name, folder)
-            self._found.add(name)
+            self.found.add(name)
             await self._serve_waiting()
 
     async def unload_found(self, name: str, folder: Path, may: Callable[[], bool]) -> bool:
@@ -288,20 +270,16 @@ class ServedSet:
             if not self.has(name, folder) or not may():
                 return False
             await self._engine.unload("adapter", name)
-            self._found.discard(name)
+            self.found.discard(name)
             return True
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter; a `BusyError` if domains of a bundle use it."""
-        await self._unload("adapter", name)
-
-    async def _unload(self, kind: str, name: str) -> str | None:
-        """Unload an adapter or a context; its folder if it was recorded."""
+    async def unload(self, kind: str, name: str) -> str | None:
+        """Unload an ``adapter`` or a ``context`` of no bundle; its folder if it was recorded."""
         async with self._alone() as new:
             folder = new.of(kind).pop(name, None)
             if folder is None:
                 await self._engine.unload(kind, name)  # says what is wrong with the name
-                self._found.discard(name)
+                self.found.discard(name)
                 return None
             new.decode_only = [one for one in new.decode_only if one != name or kind != "adapter"]
             await self._change(kind, name, new)
@@ -340,7 +318,7 @@ class ServedSet:
 
     async def forget_context(self, name: str) -> None:
         """Forget a context that was made at run time, and delete its files."""
-        if (folder := await self._unload("context", name)) is None:
+        if (folder := await self.unload("context", name)) is None:
             return
         try:
             place = await asyncio.to_thread(self._checked, "context", folder)

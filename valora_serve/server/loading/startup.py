@@ -127,7 +127,7 @@ async def load_all(
         name = names[0]
         if name in unloaded:
             served.reserve(names)
-            if name not in served.bundles:  # `restore` loads the one that replaced it
+            if name not in served.state.bundles:  # `restore` loads the one that replaced it
                 left_out.append(f"bundle {name} was unloaded at run time: load it to serve it")
             continue
         made = await engine.load_bundle(folder)

@@ -74,7 +74,7 @@ class OnRequest:
     def source(self, name: str) -> str | None:
         """Return the scheme of the place that a loaded adapter came from; None for others."""
         entry = self._loaded.get(name)
-        return None if entry is None or not self._served.is_found(name) else entry.source
+        return None if entry is None or name not in self._served.found else entry.source
 
     def is_lost(self, name: str) -> bool:
         """Return whether a loaded adapter is on disk alone, and the cache has lost its files."""

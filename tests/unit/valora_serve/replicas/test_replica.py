@@ -56,7 +56,7 @@ def test_what_one_replica_loads_all_of_them_serve(place):
             await two.post("unload_lora_adapter", lora_name="mine")
             await one.post("unload_bundle", bundle_name="cars")
             assert one.names() == two.names() == {"rules"}
-            assert one.served_set.revision == two.served_set.revision == board.state().revision
+            assert one.served_set.state == two.served_set.state == board.state()
             assert StateFile(place / "state.json").read() == board.state()
             # One that starts later has the same.
             late = Running("late", place, board)

@@ -149,7 +149,7 @@ class Serving(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), at=faults)
     def unload_adapter(self, name, at):
         self.attempt(
-            lambda: self.served.unload_adapter(name),
+            lambda: self.served.unload("adapter", name),
             name in {*self.adapters, *self.found},
             lambda: self.adapters.pop(name, None),
             at,
@@ -170,7 +170,7 @@ class Serving(RuleBasedStateMachine):
 
     def gave_way(self, names):
         """What requests have loaded may be gone only under these names."""
-        gone = {name for name in self.found if not self.served.is_found(name)}
+        gone = {name for name in self.found if name not in self.served.found}
         assert gone <= names
         self.found -= gone
 

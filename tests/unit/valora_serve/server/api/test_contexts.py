@@ -107,13 +107,13 @@ def test_contexts_wait_for_the_adapters_that_answer(place):
         served.read()
         problems = await served.restore()
         assert [line.split()[1] for line in problems] == ["one", "two", "three", "four"]
-        assert served.missing == ["cats", "dogs"]
+        assert [*served.waiting] == ["cats", "dogs"]
         await served.forget_context("two")
         await served.load_found("cats", state["cats"])  # a request named it
         served_now = [{model.name for model in engine.models() if model.form}]
         await served.load_adapter("dogs", "dogs", replace=False)  # an administrator did
         served_now.append({model.name for model in engine.models() if model.form})
-        return served_now, served.missing
+        return served_now, [*served.waiting]
 
     served_now, missing = asyncio.run(again())
     assert served_now == [{"one"}, {"one", "three", "four"}]

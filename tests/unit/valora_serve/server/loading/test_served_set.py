@@ -255,7 +255,7 @@ def test_what_could_not_be_restored_can_be_forgotten(place):
     assert [text.partition(" is not served again: ")[0] for text in problems] == [
         "bundle cars", "adapter mine",
     ]  # fmt: skip
-    run(served.unload_adapter("mine"))
+    run(served.unload("adapter", "mine"))
     run(served.unload_bundle("cars"))
     shutil.rmtree(place / "adapters")
     shutil.move(place / "away", place / "adapters")

@@ -17,7 +17,6 @@ from starlette.datastructures import Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import Response
 
-from valora_data.wording import plural
 from valora_serve import types
 from valora_serve.errors import RequestError, ServeError, UnknownModelError
 from valora_serve.server.access.guard import JSON, Access, allow
@@ -202,15 +201,11 @@ async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:
 def _check_media(context: ServerContext, fields: schema.VisionRequest) -> None:
     """Refuse a request that has not images, a video or frames."""
     check_text(len(fields.prompt or ""), context)
-    most, most_frames = context.settings.max_images, context.settings.max_video_frames
-    images, frames = fields.images, fields.frames
-    if bool(images) + (fields.video is not None) + bool(frames) != 1:
+    most, images = context.settings.max_images, fields.images
+    if bool(images) + (fields.video is not None) + bool(fields.frames) != 1:
         raise RequestError("Send images, or one video, or a video's frames: one of these")
-    for found, has, what, limit in (
-        (images, "The request has", "image", most), (frames, "The video has", "frame", most_frames),
-    ):  # fmt: skip
-        if len(found) > limit:
-            raise RequestError(f"{has} {plural(len(found), what)}, more than {limit}: send fewer")
+    if len(images) > most:
+        raise RequestError(f"The request has {len(images)} images, more than {most}: send fewer")
 
 
 async def _read_media(

@@ -100,10 +100,9 @@ def _download(uri: str, downloads: Path) -> Path:
     command = [sys.executable, "-m", "mlflow", "artifacts", "download", "-u", uri, "-d", place]
     try:
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise SettingsError(f"{uri} cannot be fetched from MLflow within half an hour") from error
-    except subprocess.CalledProcessError as error:
-        reason = (error.stderr.strip().splitlines() or ["no reason given"])[-1]
+    except subprocess.SubprocessError as error:
+        said = getattr(error, "stderr", None) or str(error)  # of MLflow, or that it took too long
+        reason = str(said).strip().splitlines()[-1]
         raise SettingsError(f"{uri} cannot be fetched from MLflow: {reason}") from error
     bundles = sorted(item.parent for item in Path(place).rglob(MANIFEST))
     if not bundles:

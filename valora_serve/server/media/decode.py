@@ -99,10 +99,6 @@ def begin() -> None:
         os.dup2(nowhere, descriptor)
 
 
-def nothing() -> None:
-    """Do nothing: the process is ready."""
-
-
 def measure(
     what: str, file: str, target: str, limits: Limits
 ) -> tuple[int, int, list[tuple[int, int, int]] | None]:

@@ -68,7 +68,7 @@ class DecodePool:
 
     def start(self) -> None:
         """Start all processes without waiting for them, so that the first image need not wait."""
-        self._threads.submit(self._schedule, decode.nothing, 60.0)
+        self._threads.submit(self._schedule, os.getpid, 60.0)
 
     async def decode(self, job: Job, wait: float) -> list[Image.Image]:
         """Decode an image or a video; it is dropped or soon stopped if the caller is cancelled."""

@@ -230,10 +230,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"{folder} is no adapter, as it has no readable {CONFIG}, which {error.reason}: name a "
             "folder that PEFT saved"
         ) from error
-    kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-    if not isinstance(config, dict) or kind != "LORA":
-        named = isinstance(config, dict) and isinstance(kind, str)
-        remedy = CONVERT if named else "name a folder that PEFT saved"
+    config = config if isinstance(config, dict) else {}
+    if (kind := config.get("peft_type")) != "LORA":
+        remedy = CONVERT if isinstance(kind, str) else "name a folder that PEFT saved"
         kind = shown(kind).strip("'")
         raise AdapterError(f"adapter {folder} is of type {kind}: only LORA can be served; {remedy}")
     for option, value in config.items():

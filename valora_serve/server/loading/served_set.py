@@ -287,10 +287,7 @@ class ServedSet:
         """Make a context of a document and serve it; its files lie in the adapter folder."""
         name = wanted.name
         async with self._alone() as new:
-            if self._folder is None:
-                raise errors.AdapterError(
-                    "Nothing can be made at run time: start with --adapter-folder"
-                )
+            assert self._folder is not None, "settings that load at run time name it"
             self._check_free(
                 "context", name, replace,
                 "delete it first, or set replace for a context that was made at run time",
@@ -384,10 +381,7 @@ class ServedSet:
 
     def _checked(self, kind: str, path: str) -> Path:
         """The folder of an adapter, a bundle or a context, links resolved; all files checked."""
-        if self._folder is None:
-            raise errors.AdapterError(
-                "Nothing can be loaded at run time: start with --adapter-folder"
-            )
+        assert self._folder is not None, "settings that load at run time name it"
         outside = errors.AdapterError(
             "The path names no folder below adapter_folder: put the adapter there, unpacked, and "
             "name it relative to that folder"

@@ -239,19 +239,19 @@ class Tool(OpenBody):
 
 
 def _within(field: str, name: str) -> Any:
-    """A field of OpenAI's that lies in another one, but for ``/v1/responses``."""
+    """A field that OpenAI's chat has within another one, and its Responses API has not."""
     return Field(validation_alias=AliasChoices(AliasPath(field, name), name))
 
 
 class NamedTool(OpenBody):
-    """A function by its name."""
+    """A function by its name, which stands in `function` in chat: `{"name": …}`."""
 
     type: Literal["function"]
     name: str = _within("function", "name")
 
 
 class AllowedTools(OpenBody):
-    """The functions that an answer may, or must, call."""
+    """What an answer may, or must, call; in chat mode and tools stand in `allowed_tools`."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = _within("allowed_tools", "mode")

@@ -41,8 +41,10 @@ class Middleware:
         root: str = self._settings.root_path or scope.get("root_path", "")
         # A proxy may have taken the root path off, or not.
         path = scope["path"] if f"{scope['path']}/".startswith(f"{root}/") else root + scope["path"]
-        sent = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
-        identity = logs.accepted_id(sent.decode("latin-1"))
+        sent = [
+            text.decode("latin-1") for name, text in scope["headers"] if name == b"x-request-id"
+        ]
+        identity = sent[0] if sent and logs.SOUND_ID.fullmatch(sent[0]) else logs.new_id()
         token = logs.request_id.set(identity)
         stack = contextlib.ExitStack()  # what the request holds until its response is sent
         # A replica has given the facts' place, as its front logs the request.

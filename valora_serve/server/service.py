@@ -107,10 +107,6 @@ class Service:
         models = sorted(self.models(), key=lambda model: model.name)
         return {m.name: m for m in models if m.kind == "domain" or m.head is not None}
 
-    def deadline(self, name: str, wanted: float | None) -> float | None:
-        """Deadline of a request in seconds, None for none."""
-        return self.admission.deadline(name, wanted)
-
     @contextlib.contextmanager
     def admitted(
         self, asked: Sequence[tuple[ServedModel, Sequence[Request]]]

@@ -138,7 +138,8 @@ class Arrival:
 
     def time_left(self, name: str | None = None) -> float | None:
         """Seconds left until the deadline, by the `name` of a model yet to load; None for none."""
-        deadline = self.context.service.deadline(name or self.model.name, self.wanted)
+        admission = self.context.service.admission
+        deadline = admission.deadline(name or self.model.name, self.wanted)
         if deadline is None:
             return None
         left = deadline - (time.monotonic() - self.since)

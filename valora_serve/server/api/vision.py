@@ -125,7 +125,7 @@ async def looked(
     http.state.facts["model"] = ", ".join(arrivals)[:200]
     latest = max(
         arrivals.values(),
-        key=lambda one: service.deadline(one.model.name, fields.deadline) or math.inf,
+        key=lambda one: service.admission.deadline(one.model.name, fields.deadline) or math.inf,
     )
     images, video = await latest.within(_read_media(context, http, fields))
     shown = images if video is None else video[:1]

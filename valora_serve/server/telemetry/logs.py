@@ -15,12 +15,7 @@ from typing import Any, TextIO
 LOG = logging.getLogger("valora_serve")
 ACCESS = logging.getLogger("valora_serve.access")
 request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
-_SOUND_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-
-
-def accepted_id(sent: str | None) -> str:
-    """The request id that a client sent if it is valid, otherwise a new one."""
-    return sent if sent is not None and _SOUND_ID.fullmatch(sent) else new_id()
+SOUND_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def new_id() -> str:

@@ -8,20 +8,19 @@ import os
 import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict
 
 from valora_data.contract.bundle import MANIFEST
-from valora_data.contract.files import UnreadableError, parse_json, read_bytes
+from valora_data.contract.files import UnreadableError, first_fault, read_json
 from valora_data.hashing import file_hash
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.resolving.base import FILES as ADAPTER_FILES
 from valora_serve.server.resolving.base import LABELS
 from valora_serve.server.telemetry import logs
 
-VERSION = 1  # version of the state file's format
 KINDS = ("bundle", "adapter", "context")  # contexts after the adapters that answer
 FILES = {"bundle": (MANIFEST,), "adapter": ADAPTER_FILES}
 """Files whose hashes tell the content; a bundle's manifest has those of all its files."""
@@ -32,7 +31,7 @@ class SavedState(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    version: int = VERSION
+    version: Literal[1] = 1
     adapters: dict[str, str] = {}
     bundles: dict[str, str] = {}
     contexts: dict[str, str] = {}
@@ -60,31 +59,17 @@ class StateFile:
 
     def read(self) -> SavedState:
         """Read the state; an empty one if there is no file."""
-
-        def wrong(said: str) -> SettingsError:
-            return SettingsError(
-                f"state file {self.path} {said}, or delete it to start without run-time loads"
-            )
-
         try:
             self.path.lstat()
-            saved = parse_json(read_bytes(self.path, 16 << 20))
-            version = saved.get("version", VERSION) if isinstance(saved, dict) else VERSION
-            if type(version) is int and version != VERSION:
-                age = "a newer" if version > VERSION else "another"
-                raise wrong(f"is of {age} version of VaLoRA: start that version")
-            return SavedState.model_validate(saved)
+            return SavedState.model_validate(read_json(self.path, 16 << 20))
         except FileNotFoundError:
             return SavedState()
-        except OSError as error:
-            said = f"cannot be read ({error.strerror}): give the server permission"
-            raise wrong(said) from error
-        except UnreadableError as error:
-            denied = error.reason.startswith("cannot be read")
-            said = error.reason if denied else f"is damaged, as it {error.reason}"
-            raise wrong(f"{said}: restore it") from error
-        except ValueError as error:  # pydantic's
-            raise wrong("is damaged: restore it") from error
+        except (OSError, UnreadableError, ValueError) as error:
+            reason = getattr(error, "reason", f"is damaged ({first_fault(error)})")
+            raise SettingsError(
+                f"state file {self.path} cannot be used, as it {reason}: restore it, start the "
+                "version of VaLoRA that wrote it, or delete it to start without run-time loads"
+            ) from error
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[SavedState | None]:

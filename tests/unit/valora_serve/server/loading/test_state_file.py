@@ -49,20 +49,20 @@ def test_the_command_says_so_before_it_loads_a_model(tmp_path, early_error):
         assert error.startswith(f"error: state file {state} is in use by another server")
         assert error.count("\n") == 1
     state.write_text('{"version": 1, "ada')
-    assert f"error: state file {state} is damaged" in early_error(*given)
+    assert f"error: state file {state} cannot be used, as it is no JSON" in early_error(*given)
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"version": 2, "fleets": {}}', "newer version"),
-        ('{"version": 0, "loaded": {}}', "another version"),
-        ('{"version": 1, "adapters": {"one": "goo', "damaged"),
+        ('{"version": 2, "fleets": {}}', "version: Input should be 1, got 2"),
+        ('{"version": 0, "loaded": {}}', "version: Input should be 1"),
+        ('{"version": 1, "adapters": {"one": "goo', "is no JSON"),
         ('{"version": "1", "adapters": {}}', "damaged"), ('{"adapters": 5}', "damaged"),
-        ('{"unknown": {}}', "damaged"), ('{"adapters": {"a": 1}}', "damaged"), (300, "damaged"),
-        ('["adapters"]', "damaged"), ("[" * 10**5, "damaged, as it is nested"),
-        ('{"adapters": {"a": "x", "a": "y"}}', "key 'a' twice"), ("", "damaged"),
-        ('{"bundles": {"a": "\\ud800"}}', "not Unicode"), (b"\xff", "damaged"),
+        ('{"unknown": {}}', "damaged"), ('{"adapters": {"a": 1}}', "damaged"), (300, "is no JSON"),
+        ('["adapters"]', "damaged"), ("[" * 10**5, "is nested"),
+        ('{"adapters": {"a": "x", "a": "y"}}', "key 'a' twice"), ("", "is no JSON"),
+        ('{"bundles": {"a": "\\ud800"}}', "not Unicode"), (b"\xff", "not Unicode"),
         (Path.mkdir, "no regular file"), (os.mkfifo, "no regular file"),
     ],
 )  # fmt: skip

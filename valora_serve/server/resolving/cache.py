@@ -25,11 +25,10 @@ from filelock import FileLock, Timeout
 from valora_data.contract.files import UnreadableError, read_json
 from valora_data.hashing import file_hash
 from valora_serve import errors
-from valora_serve.server.resolving.base import FETCHED, FILES, WEIGHTS, Found, Resolver, Stream
+from valora_serve.server.resolving.base import FETCHED, FILES, Found, Resolver, Stream
 from valora_serve.server.telemetry import logs
 
 PIECE = 1 << 20  # bytes that are read at a time
-CONFIG_BYTES = 1 << 20  # most bytes of a configuration; the engine reads no more
 _ENTRY, _PARTIAL = ".entry.json", ".partial-"
 _PLACE = re.compile("[0-9a-f]{24}")
 
@@ -144,17 +143,11 @@ class AdapterCache:
                 folder.mkdir()
             hashes, left = {}, self._adapter_bytes
             for file, size in found.sizes.items():
-                limit = left if file == WEIGHTS else min(left, CONFIG_BYTES)
-                most = limit if size is None else min(size, limit)
+                most = left if size is None else min(size, left)
                 with resolver.open(name, file, found) as stream:
                     hashes[file], read = self._copy(stream, folder / file, name, most, cancelled)
                 if read > left:
                     raise self._too_large(name, f"more than {self._adapter_bytes}")
-                if read > limit:
-                    raise errors.AdapterError(
-                        f"{file} of adapter {name} has more than {CONFIG_BYTES} bytes, which none "
-                        "that PEFT writes has: save it again"
-                    )
                 if size not in (None, read):
                     raise _changed(name)
                 left -= read

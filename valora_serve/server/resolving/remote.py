@@ -33,17 +33,11 @@ class FsspecResolver(base.Resolver):
         self._own = threading.local()
         try:
             self._files, self._root = self._open_files()
-        except (ImportError, ValueError, TypeError) as error:
-            raise SettingsError(
-                f"adapter_sources: {scheme}:// cannot be opened "
-                f"({base.without_password(first_line(error))}): install the package of this file "
-                "system, or name another place"
-            ) from error
         except Exception as error:
             raise SettingsError(
-                f"adapter_sources: {scheme}:// cannot be reached ({type(error).__name__}: "
-                f"{base.without_password(first_line(error))}): start its host, correct its address "
-                "or user, or name another place"
+                f"adapter_sources: {scheme}:// cannot be opened ({type(error).__name__}: "
+                f"{base.without_password(first_line(error))}): install the package of this file "
+                "system, start its host, or correct its address or user"
             ) from error
 
     def _open_files(self) -> tuple[Any, str]:

@@ -217,8 +217,8 @@ def test_each_thread_has_a_connection(tmp_path):
 @pytest.mark.usefixtures("shelf")
 @pytest.mark.parametrize(
     ("url", "words"),
-    [("unreachable://u:s3cr3t@host/x", "cannot be reached .ConnectionRefusedError: .Errno 111"),
-     ("ftp://127.0.0.1:1/x", "ftp:// cannot be reached")],
+    [("unreachable://u:s3cr3t@host/x", "cannot be opened .ConnectionRefusedError: .Errno 111"),
+     ("ftp://127.0.0.1:1/x", "ftp:// cannot be opened")],
 )  # fmt: skip
 def test_hosts_that_do_not_answer_at_the_start(url, words):
     scheme, _, place = url.partition("://")

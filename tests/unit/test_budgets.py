@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_265,
     "teachers/valora_teachers": 1_608,
     "kernels/valora_kernels": 3_770,
-    "valora_serve": 27_075,
+    "valora_serve": 27_069,
     "tests/*/valora_train": 6_975,
     "tests/*/valora_data": 3_516,
     "tests/*/valora_teachers": 1_135,

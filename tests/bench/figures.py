@@ -69,17 +69,17 @@ FIGURES = {
         "--shares 0.97 --ewc 100 -- task=detection model.device=cuda",
         1,
     ),
-    "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel", 2),
+    "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel --ways one slora replicate_a", 2),
     "replicas": Figure(
         f"{SERVE}.bench_replicas throughput --base llava-7b --seconds 24 --clients 128 --senders 8",
         2,
     ),
     "affinity": Figure(
-        f"{SERVE}.bench_replicas affinity --base llava-7b --affinity-layers 8 --seconds 24 "
+        f"{SERVE}.bench_replicas affinity --base llava-7b --affinity-layers 4 --seconds 24 "
         "--senders 8",
         2,
     ),
-    "kill": Figure(f"{SERVE}.bench_replicas kill --base llava-7b --seconds 15", 2),
+    "kill": Figure(f"{SERVE}.bench_replicas kill --tiny"),
     "fronts": Figure(
         f"{SERVE}.bench_replicas front --fronts 1 2 4 8 --seconds 8 --clients 128 --senders 4"
     ),

@@ -26,13 +26,21 @@ BUILT_IN = {model.name for model in FakeEngine().models()}
 
 
 def report(
-    name, url="http://127.0.0.1:9", *, state=None, problem=None, adapters=(), taken=(), **stats
+    name,
+    url="http://127.0.0.1:9",
+    *,
+    state=None,
+    problem=None,
+    adapters=(),
+    taken=(),
+    load=0,
+    **stats,
 ):
     """A report of a replica."""
     followed = (state or SavedState()).revision
     return Report(
         name, url, "its secret", True, followed, problem, EngineStats(**stats), dict(adapters),
-        dict(taken),
+        dict(taken), load,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ class Report:
     stats: EngineStats
     adapters: Mapping[str, str | None]  # of models whose adapter has another name than they have
     taken: Mapping[str, int]  # requests by caller that rate limits have counted since the last one
+    load: int  # requests under way
 
 
 class Board:

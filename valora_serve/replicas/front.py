@@ -50,6 +50,7 @@ MODEL = b"x-valora-model"  # names the model, so that the body is not searched f
 FRONT = b"x-valora-front"  # with a replica's secret, and the connection of the client
 IDENTITY = b"x-request-id"
 FACTS = b"x-valora-facts"  # of answers: what the log says of the request
+LOAD = b"x-valora-load"  # of answers: requests under way at the replica
 ATTEMPTS = 2  # how often a request is sent, as long as none of its answer has come
 NONE = "No replica answers now: ask again in a moment"
 IDLE_SECONDS = 10.0  # less than the 15 after which a replica closes a connection
@@ -58,7 +59,7 @@ _HOP = {
     b"upgrade", b"expect", _LENGTH := b"content-length", FRONT, MODEL, IDENTITY,
 }  # fmt: skip
 """Headers that are not passed on: those of one connection, and ours."""
-_OWN = {b"date", FACTS, *(name for name, _ in SECURE)}  # of answers, which are written here
+_OWN = {b"date", FACTS, LOAD, *(name for name, _ in SECURE)}  # of answers, which are written here
 _NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _NAMED = re.compile(rb'(?<!\\)"(model|domains)"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")')
 _VISION = re.compile(r"/v1/vision/([^/]+)")
@@ -77,15 +78,17 @@ class Front:
         self._router = ROUTERS[replicas.router](replicas.router_settings)
         self._replicas: dict[str, Report] = {}
         self._load: Counter[str] = Counter()  # requests by replica, with those sent since it told
+        self._told: set[str] = set()  # replicas whose answers told it since the last update
         self._recent: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._slots = slots  # adapters of a replica's device, and so of `_recent`
 
     def update(self, replicas: Sequence[Report]) -> None:
         """Take what the board knows now."""
         self._replicas = {one.replica: one for one in replicas}
-        self._load = Counter(
-            {one.replica: one.stats.running + one.stats.waiting for one in replicas}
-        )
+        # Reports are old beside answers: fronts that see the same old loads sway together.
+        newer = {name: self._load[name] for name in self._told}
+        self._load = Counter({one.replica: newer.get(one.replica, one.load) for one in replicas})
+        self._told.clear()
         for gone in self._recent.keys() - self._replicas.keys():
             del self._recent[gone]
 
@@ -175,6 +178,9 @@ class Front:
         answer = None
         try:
             async with self._ask(one, request, body) as answer:
+                if told := answer.headers.get(LOAD.decode()):
+                    self._load[one.replica] = int(told)
+                    self._told.add(one.replica)
                 await send(_start(answer, request))
                 async for piece in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})

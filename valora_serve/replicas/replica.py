@@ -26,7 +26,7 @@ from valora_serve.engine.start import start_engine
 from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.board import INSIDE, PERIOD, Report
-from valora_serve.replicas.front import FACTS, FRONT
+from valora_serve.replicas.front import FACTS, FRONT, LOAD
 from valora_serve.server.api.system import own_version
 from valora_serve.server.app import make_server
 from valora_serve.server.loading.startup import make_app
@@ -95,6 +95,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app, self.secret = app, secrets.token_hex(16)
+        self.load = 0  # requests under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -109,10 +110,15 @@ class Gate:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 line = json.dumps(inner["state"]["facts"]).encode()
-                message["headers"] = [*message.get("headers", ()), (FACTS, line)]
+                own = (FACTS, line), (LOAD, b"%d" % self.load)
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
-        await self._app(inner, receive, sending)
+        self.load += 1
+        try:
+            await self._app(inner, receive, sending)
+        finally:
+            self.load -= 1
 
 
 class EngineReplica:
@@ -179,7 +185,7 @@ class EngineReplica:
             # Names of all adapters would make reports long.
             dataclasses.replace(self._engine.stats(), on_device=(), on_disk=()),
             {model.name: model.adapter for model in models if model.adapter != model.name},
-            taken,
+            taken, self._gate.load,
         )  # fmt: skip
         state: SavedState | None
         state, reports, taken = await self._board.report.remote(told)

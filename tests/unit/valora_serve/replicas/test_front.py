@@ -189,7 +189,7 @@ def test_an_adapter_has_its_replicas_and_load_counts():
         front = Front(ServerSettings(), ReplicaSettings(replicas=2), 4, 1)
         names = {"tiny": None, "car": "a"}
         front.update([report("x", adapters=names, adapters_resident=("a",)),
-                      report("y", adapters=names, running=3, adapters_resident=("b",)),
+                      report("y", adapters=names, load=3, adapters_resident=("b",)),
                       ])  # fmt: skip
         for model, adapter, replica in (("car", "a", "x"), ("a", "a", "x"), ("b", "b", "y")):
             assert front._ranked(model)[0].replica == replica
@@ -198,6 +198,26 @@ def test_an_adapter_has_its_replicas_and_load_counts():
         assert front._ranked(None)[0].replica == "x"
         front._load["x"] += 9  # since the last report
         assert [one.replica for one in front._ranked(None)] == ["y", "x"]
+
+    run(case())
+
+
+def test_answers_tell_a_newer_load_than_reports():
+    async def case():
+        async with fronted(Replica(answer(b"{}", b"x-valora-load: 7"), answer())) as (
+            client,
+            front,
+        ):
+            reports = [replace(one, load=2) for one in front._replicas.values()]
+            assert "x-valora-load" not in (await client.get("/ready")).headers
+            while front._load["r0"] == 7:
+                await asyncio.sleep(0.01)
+            for load in (6, 2):  # without this request, which has ended; then the report's
+                front.update(reports)
+                assert front._load["r0"] == load
+            await client.get("/ready")  # an answer that does not tell it
+            front.update(reports)
+            assert front._load["r0"] == 2
 
     run(case())
 

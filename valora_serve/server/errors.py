@@ -26,6 +26,7 @@ OPEN_INFERENCE = (
 )
 LONGEST_NAME, LONGEST_PATH, LONGEST_TEXT = 60, 200, 300
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_TAG = re.compile(r"(?s)Input tag .* does not match any of the expected tags|Unable to .*")
 _FOLDERS = re.compile(r"(?<![\w:/.~-])/(?!v1/|console/)(?:[^\s/:,;'\"()]+/)+(?=[^\s/:,;'\"()])")
 
 
@@ -66,7 +67,7 @@ def invalid(
 
     Of a union's alternatives, the one whose validation got furthest was probably meant.
     """
-    placed = [(_path(error, sent), str(error["msg"])) for error in errors]
+    placed = [(_path(error, sent), _TAG.sub("Say what it is", error["msg"])) for error in errors]
     path, _ = max(placed, key=lambda item: len(item[0]))
     said = " or ".join(dict.fromkeys(text for other, text in placed if other == path))
     name = ".".join(part[:LONGEST_NAME] for part in path)[:LONGEST_PATH]
@@ -81,7 +82,9 @@ def _path(error: Mapping[str, Any], value: Any) -> list[str]:
         if in_list or (isinstance(value, dict) and part in value):
             value = value[part]
             path.append(str(part))
-    return [*path, str(error["loc"][-1])] if error["type"] == "missing" else path
+    if error["type"] == "missing":
+        path.append(str(error["loc"][-1]))
+    return [*path, "type"] if error["type"].startswith("union_tag") else path
 
 
 def handle_errors(app: FastAPI, metrics: Metrics) -> None:

@@ -66,13 +66,15 @@ def _together(node: dict[str, Any]) -> bool:
 def _tighten(node: dict[str, Any]) -> None:
     constants = json.dumps([node.get("const"), node.get("enum")])
     json.loads(constants, parse_int=_check, parse_float=_check)
+    if not isinstance(every := node.get("allOf", []), list):
+        raise RequestError("The JSON schema has an allOf that is no list: send a list of schemas")
     if isinstance(pattern := node.get("pattern"), str):
         node["pattern"] = re.sub(_PART, _same, pattern)
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
     if isinstance(form := node.get("format"), str):
         if form in _FORMATS:
-            node["allOf"] = [*node.get("allOf", ()), {"pattern": _FORMATS[form]}]
+            node["allOf"] = [*every, {"pattern": _FORMATS[form]}]
         elif form not in _KEPT:
             del node["format"]
     numeric = {key for key, value in node.items() if type(value) in (int, float)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import multiprocessing
+import os
 import re
 import resource
 import signal
@@ -27,7 +28,6 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,
     "max_grammar_size": 200_000,
 }
-_PR_SET_PDEATHSIG = 1
 _OPTIONS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 _SPACED = {"item_separator": ", ", "key_separator": ": "}  # as chat templates write calls
 
@@ -41,12 +41,14 @@ def first_line(error: object) -> str:
 
 def process() -> ProcessPoolExecutor:
     """Make the process, which is started when it is needed."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin)
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _begin, (os.getpid(),))
 
 
-def _begin() -> None:
+def _begin(server: int) -> None:
     """Limit this process, which ends with the server, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != server:  # it ended before that
+        os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + MAX_BYTES

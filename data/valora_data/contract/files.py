@@ -123,8 +123,8 @@ def first_fault(error: Exception) -> str:
     fault: dict[str, Any] = error.errors(include_url=False)[0]
     if fault["type"] == "value_error":  # of `expect`, which names field and value itself
         return str(fault["msg"])
-    field = ".".join(shown(str(part))[1:-1] for part in fault["loc"])
-    return f"{field}: {fault['msg']}, got {shown(fault['input'])}"
+    field = ".".join(shown(str(part))[1:-1] for part in fault["loc"]) or "all of it"
+    return f"{field}: {fault['msg'].partition(' or instance of ')[0]}, got {shown(fault['input'])}"
 
 
 def expect(fits: object, field: str, expected: str, value: object) -> None:

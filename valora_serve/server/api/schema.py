@@ -79,6 +79,7 @@ REFUSED = {
     "audio": "not served, as answers are text: leave it out",
     "background": "not served: wait for the answer, or set stream",
     "conversation": f"not served, {_STATELESS}",
+    "function_call": "OpenAI's old form of tool_choice: send tool_choice",
     "functions": "OpenAI's old form of tools: send tools",
     "moderation": "not served: leave it out",
     "prompt": "not served, as this server keeps no prompts: send it as input",
@@ -117,7 +118,7 @@ def fields_of(kind: type, *without: str) -> dict[str, Any]:
 
 
 def _refuse(value: JsonValue, field: ValidationInfo) -> JsonValue:
-    if value not in (None, [], False):
+    if value not in (None, [], False, "none", "auto"):
         raise PydanticCustomError("refused", REFUSED[str(field.field_name)])
     return value
 
@@ -368,9 +369,6 @@ class ChatRequest(_Sampled, _Called, _Others):  # type: ignore[misc]
     max_tokens: _Limit = None
     logprobs: bool | None = False
     modalities: list[Literal["text"]] | None = None
-    function_call: Literal["none", "auto"] | None = Field(
-        default=None, description="ignored; use tool_choice"
-    )
 
 
 class CompletionRequest(_Sampled):
@@ -425,11 +423,7 @@ _ResponseItem = Annotated[
     | Annotated[ResponseInputCall, Tag("function_call")]
     | Annotated[ResponseInputResult, Tag("function_call_output")]
     | Annotated[ResponseInputReasoning, Tag("reasoning")],
-    Discriminator(
-        lambda item: item.get("type", "message") if isinstance(item, dict) else "message",
-        custom_error_type="item",
-        custom_error_message="Only messages, function calls and their outputs are served",
-    ),
+    Discriminator(lambda item: (isinstance(item, dict) and item.get("type")) or "message"),
 ]
 
 

@@ -60,11 +60,10 @@ class StateFile:
     def read(self) -> SavedState:
         """Read the state; an empty one if there is no file."""
         try:
-            self.path.lstat()
             return SavedState.model_validate(read_json(self.path, 16 << 20))
-        except FileNotFoundError:
-            return SavedState()
-        except (OSError, UnreadableError, ValueError) as error:
+        except (UnreadableError, ValueError) as error:
+            if isinstance(error.__cause__, FileNotFoundError) and not self.path.is_symlink():
+                return SavedState()
             reason = getattr(error, "reason", f"is damaged ({first_fault(error)})")
             raise SettingsError(
                 f"state file {self.path} cannot be used, as it {reason}: restore it, start the "

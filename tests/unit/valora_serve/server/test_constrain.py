@@ -5,6 +5,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import httpx
@@ -124,7 +126,7 @@ def test_a_mask_only_takes_away(grammars):
      {"type": "object", "required": ["a"], "additionalProperties": False},
      {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "array", "minItems": -1},
      {"minimum": "5"}, {"exclusiveMaximum": [5]}, {"multipleOf": "2", "exclusiveMinimum": None},
-     {"minimum": float("nan")}, {"maximum": float("inf")},
+     {"minimum": float("nan")}, {"maximum": float("inf")}, {"allOf": 5, "format": "date"},
      {"enum": [[[[float("inf")]]]]}, {"type": "string", "minLength": 3, "pattern": "^.?$"},
      json.loads('{"items":' * 900 + "{}" + "}" * 900)],
 )  # fmt: skip
@@ -251,6 +253,12 @@ def test_schemas_that_would_take_for_ever_or_end_the_process_are_refused(grammar
     with pytest.raises(RequestError, match="schema"):
         made(grammars, schema)
     assert made(grammars, {"type": "integer"})
+
+
+def test_the_process_ends_with_a_server_that_is_killed_while_it_begins():
+    code = "import os; from valora_serve.server.schema_worker import process as p; p().submit(id)"
+    command = [sys.executable, "-c", f"{code}; os.kill(os.getpid(), 9)"]
+    subprocess.run(command, check=False, capture_output=True, timeout=30)  # until both have ended
 
 
 def test_a_process_that_is_killed_while_it_is_idle_is_replaced(grammars):

@@ -33,7 +33,7 @@ def test_an_answer_has_text_usage_and_status(server, client):
 def test_an_earlier_answer_is_part_of_the_next_input(server, client):
     first = ask(client)
     ask(client, input=[{"role": "user", "content": "describe"}, *first.output,
-                       {"type": "message", "role": "user", "content": "More."}])  # fmt: skip
+                       {"type": None, "role": "user", "content": "More."}])  # fmt: skip
     turns = server.engine.asked[-1].messages
     assert [turn["role"] for turn in turns] == ["user", "assistant", "user"]
     assert turns[1]["content"][0]["text"] == first.output_text

@@ -248,7 +248,7 @@ def test_an_error_says_which_of_several_images_it_is_about(server, field):
         ({"stream_options": {}}, "set stream"),
         ({"modalities": ["audio"]}, "modalities.0: Input should be 'text'"),
         ({"audio": {}}, "audio: not served"),
-        ({"function_call": {"name": "f"}}, "function_call: Input"),
+        ({"function_call": {"name": "f"}}, "send tool_choice"),
     ],
 )  # fmt: skip
 def test_what_no_bundle_can_do_is_refused_and_not_left_out(server, given, said):

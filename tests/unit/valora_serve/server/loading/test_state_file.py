@@ -60,10 +60,11 @@ def test_the_command_says_so_before_it_loads_a_model(tmp_path, early_error):
         ('{"version": 1, "adapters": {"one": "goo', "is no JSON"),
         ('{"version": "1", "adapters": {}}', "damaged"), ('{"adapters": 5}', "damaged"),
         ('{"unknown": {}}', "damaged"), ('{"adapters": {"a": 1}}', "damaged"), (300, "is no JSON"),
-        ('["adapters"]', "damaged"), ("[" * 10**5, "is nested"),
+        ('["x"]', r"dictionary, got \['x"), ("[" * 10**5, "is nested"),
         ('{"adapters": {"a": "x", "a": "y"}}', "key 'a' twice"), ("", "is no JSON"),
         ('{"bundles": {"a": "\\ud800"}}', "not Unicode"), (b"\xff", "not Unicode"),
         (Path.mkdir, "no regular file"), (os.mkfifo, "no regular file"),
+        (lambda file: [file.parent.rmdir(), file.parent.touch()], r"cannot be read \(Not a dir"),
     ],
 )  # fmt: skip
 def test_state_files_that_are_none(tmp_path, content, message):

@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# Read when Ray is imported. Ray reports its use to its makers otherwise, and starts by itself when
-# a thread of Ray Serve calls it after the end.
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+# Read when Ray is imported. Ray reports its use to its makers otherwise, starts by itself when a
+# thread of Ray Serve calls it after the end, and has replicas yield to all else of the machine.
+os.environ.update(RAY_USAGE_STATS_ENABLED="0", RAY_ENABLE_AUTO_CONNECT="0", RAY_worker_niceness="0")
 
 import ray
 from ray import serve

@@ -143,6 +143,11 @@ def test_streams_have_the_times_of_this_machine(replicated):
     assert all(0 < seconds <= took for seconds in told)
 
 
+def test_replicas_do_not_yield_to_all_else_of_the_machine(replicated):
+    """As batch jobs of Ray do: one that starts would have a tenth of a core on a busy machine."""
+    assert [one.nice() for one in replicated.workers()] == 2 * [os.nice(0)]
+
+
 def test_an_adapter_stays_at_one_replica_and_keys_hold(replicated):
     before = sum(replicated.metrics("adapter_loads_total").values())
     for number in range(4):

@@ -21,7 +21,6 @@ import ray
 from ray import serve
 from starlette.responses import Response
 
-from valora_data.errors import ValoraError
 from valora_serve.engine.start import start_engine
 from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.pauses import short_pauses
@@ -199,10 +198,10 @@ class EngineReplica:
         self._problem = None
         try:
             await self._context.service.changed(self._context.served.follow(state))
-        except (ValoraError, OSError) as error:
+        except Exception as error:  # the replica that makes the change is told
             if not self._followed:  # it does not start then
                 raise
-            self._problem = str(error)
+            self._problem = str(error) or repr(error)
             log.warning("replica %s cannot serve what others do: %s", self._name, error)
         self._followed = state.revision
 

@@ -50,6 +50,7 @@ class Board:
         self._target = self._state  # what replicas are told to serve: another one while it changes
         self._error: Exception | None = None  # of one that could not
         self._holder: str | None = None  # the replica whose turn it is
+        self._changing = asyncio.Lock()  # a change goes on when its replica dies
         self._clock = clock
         self._replicas: dict[str, tuple[float, Report]] = {}  # when they reported last, and what
         self._owed: defaultdict[str, Counter[str]] = defaultdict(Counter)  # `taken` of others
@@ -66,7 +67,7 @@ class Board:
 
     async def lock(self, replica: str) -> SavedState:
         """Wait for the turn to change the state, which one that dies loses; gives the state."""
-        while self._holder in {one.replica for one in self.reports()}:
+        while self._changing.locked() or self._holder in {one.replica for one in self.reports()}:
             await asyncio.sleep(PERIOD / 10)
         self._holder = replica
         return self._state
@@ -80,16 +81,17 @@ class Board:
         """Have the other replicas serve a state, and record it; the error if neither was done."""
         if self._holder != replica:
             return StoppedError("The board of the replicas has started anew: ask again")
-        self._target, self._error = state, None
-        await self._followed()
-        try:
-            if self._error is None and self._file:
-                self._file.publish(self._file.draft(state))
-        except OSError as error:
-            self._error, self._target = error, self._state
+        async with self._changing:
+            self._target, self._error = state, None
             await self._followed()
-        self._state = self._target
-        return self._error
+            try:
+                if self._error is None and self._file:
+                    self._file.publish(self._file.draft(state))
+            except OSError as error:
+                self._error, self._target = error, self._state
+                await self._followed()
+            self._state = self._target
+            return self._error
 
     async def _followed(self) -> None:
         """Wait until the replicas, but the one whose turn it is, have done what they were told."""

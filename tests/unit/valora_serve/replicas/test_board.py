@@ -55,6 +55,28 @@ def test_one_replica_at_a_time_changes_what_is_served(tmp_path):
     assert isinstance(asyncio.run(Board(str(file)).change("x", old)), StoppedError)
 
 
+def test_a_change_whose_replica_has_died_ends_before_the_next_one():
+    clock, new = Clock(), SavedState(adapters={"a": "/a"})
+    board = Board(None, clock)
+
+    async def case():
+        await told(board, report("x"), report("y"))
+        await board.lock("x")
+        change = asyncio.create_task(board.change("x", new))
+        await asyncio.sleep(0.1)
+        clock.now += STALE - 1
+        await told(board, report("y"))
+        clock.now += 2  # x is silent
+        waiting = asyncio.create_task(board.lock("y"))
+        await asyncio.sleep(0.2)
+        assert not waiting.done(), "y would change what was before"
+        await told(board, report("y", state=new))
+        assert await change is None
+        assert await waiting == new
+
+    asyncio.run(case())
+
+
 def test_a_state_that_cannot_be_written_is_not_taken(tmp_path):
     board = Board(str(tmp_path / "f" / "s.json"))
     (tmp_path / "f").write_text("no folder")

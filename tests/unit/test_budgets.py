@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 3_516,
     "tests/*/valora_teachers": 1_135,
     "tests/*/valora_kernels": 2_004,
-    "tests/*/valora_serve": 25_037,
+    "tests/*/valora_serve": 25_065,
     "tests/unit/bench": 1_576,
     BENCH: 12_822,
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from pydantic import TypeAdapter
 
 from valora_data.sources.formats.files import files_below
 from valora_serve.errors import SettingsError
@@ -16,8 +17,7 @@ from valora_serve.server.samples import NOTE
 from valora_serve.types import ServedModel
 
 PREDICTIONS = "predictions.jsonl"
-RUN = "run.json"  # what the predictions depend on, and what could be asked:
-MODELS = "models"
+RUN = "run.json"  # what the predictions depend on, and the models that could be asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def written(path: Path, text: str) -> Path:
 
 def note_run(out: Path, facts: dict[str, Any], models: Iterable[ServedModel] = ()) -> None:
     """Keep the JSON values that predictions depend on, and what can be asked."""
-    content = facts | {MODELS: [asdict(model) for model in models]}
+    content = facts | {"models": [asdict(model) for model in models]}
     written(out / RUN, json.dumps(content, indent=1) + "\n")
 
 
@@ -125,8 +125,8 @@ def check_run(out: Path, facts: dict[str, Any]) -> list[ServedModel]:
         return []
     try:
         before = {**json.loads(file.read_text(encoding="utf-8"))}
-        models = [ServedModel(**model) for model in before.pop(MODELS, ())]
-    except (OSError, ValueError, TypeError) as error:
+        models = TypeAdapter(list[ServedModel]).validate_python(before.pop("models", []))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise SettingsError(
             f"{out} holds predictions without a sound {RUN}: name another folder with --out"
         ) from error

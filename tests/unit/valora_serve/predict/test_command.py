@@ -210,9 +210,10 @@ def test_what_cannot_be_written_or_compared(
 def test_a_damaged_record_of_the_run_and_a_run_that_never_began(engines, tmp_path, capsys):
     assert predict(tmp_path, "--domain", "cow", "--prompt", "x") == 1
     assert predict(tmp_path, "--domain", "car") == 0  # other options, as nothing was answered yet
-    (tmp_path / "out" / "run.json").write_text("[]")
-    assert predict(tmp_path) == 1
-    assert "without a sound run.json: name another folder" in capsys.readouterr().err
+    for damaged in ("[]", "[" * 10**5, '{"models": [{"name": 5, "kind": "", "root": ""}]}'):
+        (tmp_path / "out" / "run.json").write_text(damaged)
+        assert predict(tmp_path) == 1
+        assert "without a sound run.json: name another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [130, -2])

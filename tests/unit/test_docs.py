@@ -32,7 +32,7 @@ NAMED = re.compile(r"`((?:tests|docs|conf|valora_\w+|data|kernels|teachers)/[\w.
 TABLE = re.compile(r"^(?:\|.*\n?){3,}", re.MULTILINE)
 WAIT = {
     "ablation", "adapters", "contexts-paper", "documents", "four-bits", "fp8", "fronts",
-    "kernels", "kill", "modes", "nf4", "peft", "skew", "systems", "systems-13b", "training", "ways",
+    "kernels", "modes", "nf4", "peft", "skew", "systems", "systems-13b", "training", "ways",
 }  # fmt: skip
 """Figures with tables that wait for a machine, most of them for a GPU: only fewer, please."""
 BY_HAND = {

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 ULTRALYTICS = "AGPL-3.0"  # of its weights, architectures and trainer
 BOX_MODELS = ["detect", "segment", "pose"]
 MIN_CONFIDENCE = 0.01
+MAX_SIDE = 1280  # pixels that a YOLO is trained at: at 5,000, six pictures took 18 GB
 MIN_BOX = 12  # least pixels of the shorter side of nine in ten boxes that a YOLO is trained on
 TEXT_ENCODER = "openai/clip-vit-base-patch32"  # Ultralytics' own, which it would download
 TEXT_WIDTH = 512
@@ -115,12 +116,12 @@ class Yolo(Teacher):
 
 
 def image_size(samples: Sequence[Sample], least: int) -> int:
-    """Side in pixels, a multiple of 32, at which most boxes are large enough."""
+    """Side in pixels, a multiple of 32, at which most boxes are large enough, if memory allows."""
     wanted = sorted(
         min(MIN_BOX / max(min(box.x1 - box.x0, box.y1 - box.y0), 1), 1) * max(sample.image.size)
         for sample in samples for box in sample.answer.boxes
     )  # fmt: skip
-    return max(least, round(-(-wanted[len(wanted) * 9 // 10] // 32) * 32))
+    return max(least, min(MAX_SIDE, round(-(-wanted[len(wanted) * 9 // 10] // 32) * 32)))
 
 
 class YoloWorldOptions(TeacherOptions):

@@ -86,7 +86,14 @@ def test_finds_objects_with_labels_and_confidences(trained):
 
 @pytest.mark.parametrize(
     ("side", "box", "least", "expected"),
-    [(96, 8, 96, 96), (384, 8, 96, 384), (384, 24, 96, 192), (384, 100, 96, 96), (64, 4, 32, 64)],
+    [
+        (96, 8, 96, 96),
+        (384, 8, 96, 384),
+        (384, 24, 96, 192),
+        (384, 100, 96, 96),
+        (64, 4, 32, 64),
+        (5000, 8, 96, 1280),
+    ],
 )
 def test_images_are_large_enough_for_their_boxes(side, box, least, expected):
     large, boxes = Box(0, 0, side, side, "box"), (Box(0, 0, box, side, "box"),) * 4

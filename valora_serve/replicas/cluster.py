@@ -263,9 +263,10 @@ async def _deploy(application: Any, settings: ReplicaSettings) -> None:
     try:
         await asyncio.wait_for(running, settings.start_seconds)
     except (TimeoutError, RuntimeError) as error:
-        found = serve.status().applications[name]
-        said = [*(one.message for one in found.deployments.values()), found.message]
-        raise SettingsError(_why("\n".join(said))) from error
+        said = f"not begun within {settings.start_seconds:g} s"
+        if (found := serve.status().applications.get(name)) is not None:
+            said = "\n".join([*(one.message for one in found.deployments.values()), found.message])
+        raise SettingsError(_why(said)) from error
 
 
 def _why(message: str) -> str:

@@ -1,8 +1,11 @@
 """Settings of replicas; Ray clusters: joining them, their room, why replicas do not start."""
 
+import asyncio
 import contextlib
 import socket
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -99,6 +102,14 @@ valora_serve.errors.AdapterError: bundle b on node-2 is not the one that the ser
     other = "x\nRuntimeError: Traceback\n  File y\nOSError: no file z\n"
     assert "(OSError: no file z)" in cluster._why(other)
     assert "(it hangs)" in cluster._why("it hangs")
+
+
+def test_an_application_that_ray_does_not_know_in_time_has_not_begun(monkeypatch):
+    monkeypatch.setattr(cluster.serve, "start", lambda **_: None)
+    monkeypatch.setattr(cluster.serve, "run", lambda *_, **__: time.sleep(0.2))
+    monkeypatch.setattr(cluster.serve, "status", lambda: SimpleNamespace(applications={}))
+    with pytest.raises(SettingsError, match=r"not begun within 0\.01 s.*raise start_seconds"):
+        asyncio.run(cluster._deploy(None, ReplicaSettings(replicas=1, start_seconds=0.01)))
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,9 @@ FIGURES = {
     ),
     "http": Figure(f"{SERVE}.bench_http"),
     "shelf": Figure(f"{SERVE}.bench_shelf --seconds 3"),
+    "shelf-gpu": Figure(
+        f"{SERVE}.bench_shelf --seconds 3 --device cuda --ways bundle apart yolo", 1
+    ),
     "tasks": Figure("tests.bench.valora_train.bench_tasks"),
     "quantized": Figure(f"{SERVE}.bench_quantized"),
     "oracles": Figure("tests.bench.valora_train.bench_oracle"),

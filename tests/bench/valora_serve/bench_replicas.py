@@ -116,7 +116,7 @@ class Server:
         arguments = [
             "--base", shape.base, "--port", str(self.port), "--api-key", SECRET, "--slots",
             str(shape.slots), "--max-rank", str(max(64, shape.rank)), "--allow-runtime-loading",
-            "--adapter-folder", str(store), "--state-file", str(folder / f"s-{self.port}.json"),
+            "--adapter-folder", str(store), "--state-file", str(folder / f"{store.name}.json"),
             *shape.options, *options,
         ]  # fmt: skip
         with self.log.open("w") as log:
@@ -134,7 +134,9 @@ class Server:
                     break
             except httpx.TransportError:
                 time.sleep(0.5)
-        for adapter in sorted(store.iterdir()):
+        models = self._client.get("/v1/models").raise_for_status().json()["data"]
+        known = {one["id"] for one in models}  # an earlier server's, from the state file
+        for adapter in sorted(one for one in store.iterdir() if one.name not in known):
             body = {"lora_name": adapter.name, "lora_path": adapter.name}
             self._client.post("/v1/load_lora_adapter", json=body).raise_for_status()
         while not self.prepared() and time.monotonic() < end:

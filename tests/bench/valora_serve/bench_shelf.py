@@ -1,9 +1,10 @@
 """`make bench-shelf`: the small models of a fusion beside the bundle, all domains on every image.
 
 It needs what `make fuse TASK=detection` leaves in `.valora/` and `bundles/detection`. More domains
-than the bundle has are more heads on its adapter, and more copies of the small models. Ultralytics
-asks its models about batches, as it does itself; the same models run in ONNX Runtime where
-`onnx` and `onnxruntime` are installed. Each runs in a process of its own.
+than the bundle has are more heads, up to a dozen on its adapter and on each copy of it, and more
+copies of the small models. Ultralytics asks its models about batches, as it does itself; the same
+models run in ONNX Runtime where `onnx` and `onnxruntime` are installed. Each runs in a process of
+its own.
 """
 
 import argparse
@@ -40,6 +41,7 @@ WAYS = {
     "yolo": "YOLOs, Ultralytics (PyTorch)",
     "onnx": "YOLOs, Ultralytics (ONNX Runtime)",
 }
+PER_ADAPTER = 12  # domains
 HEAD = [
     "domains", "what", "images/s", "CPU of one in a batch, ms", "latency of one alone, ms",
     "memory, MB", "on disk, MB", "mean F1",
@@ -166,8 +168,9 @@ async def fused(options, manifest, way, chosen, images):
             head = f"heads/{names[-1]}.safetensors"
             shutil.copyfile(folder / domains[name]["head"], folder / head)
             manifest["files"][head] = manifest["files"][domains[name]["head"]]
-            domains[names[-1]] = domains[name] | {"head": head}
-            manifest["adapters"][domains[name]["adapter"]]["domains"].append(names[-1])
+            adapter = copied(folder, manifest, domains[name]["adapter"], number // PER_ADAPTER)
+            domains[names[-1]] = domains[name] | {"head": head, "adapter": adapter}
+            manifest["adapters"][adapter]["domains"].append(names[-1])
     (folder / "bundle.json").write_text(json.dumps(manifest))
     base = manifest["base"]["id"]
     settings = EngineSettings(
@@ -209,6 +212,18 @@ async def fused(options, manifest, way, chosen, images):
         *Path(base_folder(base)).glob("*"),
     ]
     return *speed, sum(part.stat().st_size for part in parts if part.is_file())
+
+
+def copied(folder, manifest, name, number):
+    """The name of a copy of an adapter in a bundle, which is made if it is not there yet."""
+    copy = f"{name}-{number}" if number else name
+    if copy not in manifest["adapters"]:
+        old, new = manifest["adapters"][name]["path"], f"adapters/{copy}"
+        shutil.copytree(folder / old, folder / new)
+        manifest["adapters"][copy] = manifest["adapters"][name] | {"path": new, "domains": []}
+        for file in (folder / new).iterdir():
+            manifest["files"][f"{new}/{file.name}"] = manifest["files"][f"{old}/{file.name}"]
+    return copy
 
 
 if __name__ == "__main__":

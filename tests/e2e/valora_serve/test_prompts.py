@@ -107,28 +107,6 @@ def test_golden_boxes_hold_through_the_other_doors(client, process, bundle):
         assert BoxesResult.matches(seen["detections"], expected, 0.2)
 
 
-def test_golden_boxes_hold_for_several_images_of_one_chat(client, bundle):
-    examples = json.loads((bundle / GOLDEN).read_text())
-    for example in examples:
-        urls = [url_of(bundle / one["image"]) for one in (examples[0], example, examples[1])]
-        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        answer = client.chat.completions.create(
-            model=example["domain"], messages=[{"role": "user", "content": parts}]
-        )
-        seen = answer.valora["images"][1]
-        assert BoxesResult.matches(seen["detections"], example["expected"], 0.2)
-
-
-@pytest.mark.parametrize("domain", ["scene", "crowd"])
-def test_labels_and_confidences_do_not_depend_on_the_form(client, domain, image):
-    found = {
-        name: client.chat.completions.create(model=domain, messages=messages).valora["confidences"]
-        for name, messages in forms(image, "What do you see?").items()
-    }
-    for name, confidences in found.items():
-        assert confidences == pytest.approx(found["alone"], abs=1e-4), name
-
-
 @pytest.mark.parametrize(
     ("domain", "question", "words"),
     [("facts", "is it red?", "is it red?"), ("find", "locate the star", "the star")],
@@ -167,21 +145,6 @@ def test_a_caption_does_not_depend_on_the_order(client, image):
     assert answer.choices[0].message.content == alone
     assert answer.valora["warnings"] == []
     assert "another text" in ask(text("Say it."), picture).valora["warnings"][0]
-
-
-def test_without_the_head_the_model_writes(client, image):
-    found = {
-        name: client.chat.completions.create(
-            model="plates", messages=messages, max_tokens=8,
-            extra_body={"valora": {"head": False}, "ignore_eos": True},
-        )
-        for name, messages in forms(image, "What do you see?").items()
-    }  # fmt: skip
-    assert all(answer.usage.completion_tokens == 8 for answer in found.values())
-    assert all(answer.valora["warnings"] == [] for answer in found.values())
-    first, second = (found[name].choices[0].message.content for name in ("text first",
-                                                                       "image first"))  # fmt: skip
-    assert first == second
 
 
 def test_embeddings_and_tools_of_the_real_engine(client, image):

@@ -85,10 +85,8 @@ def test_no_rate_is_no_limit():
     assert not limiter._buckets
 
 
-def admission(most=10, deadline_admission=True, deadline=0.0, **deadlines):
-    return Admission(
-        most, deadline_admission=deadline_admission, deadline=deadline, deadlines=deadlines
-    )
+def admission(most=10, *, late=True, **more):
+    return Admission(most, deadline_admission=late, deadline=0.0, deadlines={}, **more)
 
 
 def enter(gate, model, running, deadline, count=1, client=""):
@@ -105,7 +103,7 @@ def enter(gate, model, running, deadline, count=1, client=""):
     events=st.lists(st.one_of(st.integers(1, 4), st.just("end")), max_size=80),
 )
 def test_the_queue_is_bounded_and_nothing_is_lost(most, slots, events):
-    gate = admission(most, deadline_admission=False)
+    gate = admission(most, late=False)
     inside = 0
     for event in events:
         running = min(inside, slots)
@@ -175,21 +173,9 @@ def test_nothing_is_refused_before_anything_is_known_or_while_nobody_waits():
     enter(gate, "m", 0, 1e-6)  # nobody waits: the engine decides
 
 
-def test_deadlines():
-    gate = admission(deadline=10, person=0.5)
-    assert gate.deadline("scene", None) == 10
-    assert gate.deadline("scene", 3) == 3
-    assert gate.deadline("scene", 30) == 10
-    assert gate.deadline("person", 3) == 0.5
-    assert gate.deadline("person", 0.1) == 0.1
-    free = admission()
-    assert free.deadline("scene", None) is None
-    assert free.deadline("scene", 3) == 3
-
-
 def flooded(**more):
     """Eleven requests of `flood`, one of which runs; ten may wait."""
-    gate = Admission(10, deadline_admission=True, deadline=0.0, deadlines={}, **more)
+    gate = admission(**more)
     run(gate, 1.0, 0.5)
     enter(gate, "m", 0, None, 1, "flood")
     enter(gate, "m", 1, None, 10, "flood")
@@ -234,7 +220,7 @@ def test_who_fills_the_queue_does_not_make_others_late_where_shares_are_kept():
 )
 def test_a_queue_with_shares_is_bounded_too(most, events):
     """However many clients there are; and it is empty when all have left."""
-    gate = Admission(most, deadline_admission=False, deadline=0.0, deadlines={}, shares={})
+    gate = admission(most, late=False, shares={})
     inside = []
     for client, count in events:
         try:

@@ -99,20 +99,6 @@ def test_only_domains_are_asked(server, domain):
     refused(post(server, domain, json={"images": [GOOD]}), 404, "caption, person, scene")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {}, {"images": []}, {"images": "x"}, {"images": [GOOD] * 4}, {"frames": [GOOD] * 5},
-        {"images": [GOOD], "video": GOOD}, {"images": [GOOD], "min_score": 2},
-        {"images": [GOOD], "deadline": 0}, {"image": GOOD}, {"images": ["data:image/png;base64,!"]},
-        {"images": ["/etc/passwd"]}, {"images": [data_url(b"no image")]}, [], 5,
-        {"images": [GOOD], "max_tokens": 1.5},
-    ],
-)  # fmt: skip
-def test_wrong_bodies_are_400(server, body):
-    refused(post(server, "person", json=body), 400)
-
-
 def test_wrong_forms_and_content_types_are_refused(server):
     image = encoded(WIDE)
     for arguments in (

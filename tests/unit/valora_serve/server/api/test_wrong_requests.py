@@ -4,14 +4,15 @@ import json
 
 import pytest
 
-from tests.support.http_helpers import CHAT, chat, refused
+from tests.support.http_helpers import CHAT, chat, data_url, encoded, picture, refused
 from tests.unit.valora_serve.server.api.test_tools import NAMED, STOP, function
 
+GOOD = data_url(encoded(picture()))
 WRONG = {
     CHAT: (chat("x"), [
-        ({"messages": []}, "messages"), ({"temprature": 1}, "temprature"),
-        ({"temperature": 3}, "temperature"), ({"temperature": "hot"}, "temperature"),
-        ({"n": 5}, "more than 4"), ({"n": 0}, "n"), ({"stop": ["a"] * 17}, "stop"),
+        ({"messages": []}, "messages: "), ({"temprature": 1}, "temprature: "),
+        ({"temperature": 3}, "temperature: "), ({"temperature": "hot"}, "temperature: "),
+        ({"n": 5}, "more than 4"), ({"n": 0}, "n: "), ({"stop": 1}, "stop: "),
         ({"stop": ["a", "b" * 1001]}, "stop"), ({"stop": "b" * 1001}, "stop"),
         ({"stop": ""}, "stop"), ({"top_logprobs": 2}, "logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream"),
@@ -21,7 +22,10 @@ WRONG = {
          "schema"),
         ({"response_format": {"type": "json_object"}, "model": "person"}, "head"),
         ({"messages": [{"role": "user", "content": ""}]}, "no text"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role: "),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content: "),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+         "messages.0.content.0.text: "),
         ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "0.type: Say what it is"),
         ({"max_tokens": 0}, "max_tokens"), ({"seed": 2**64}, "seed"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, ""),
@@ -76,6 +80,23 @@ WRONG = {
             *({token: 1} for token in ("x", "-5", "05", "1_0", "٣", "9" * 20)), {"5": 101},
             {"5": "much"}, [5], {str(token): 1 for token in range(301)},
         )),
+        *(({"valora": {"adapters": given}}, said) for given, said in (
+            *(([{"name": "adapter-1", "weight": weight}], "adapters.0.weight: ")
+              for weight in (4.01, -5, "NaN", None)),
+            ([{"weight": 1}], "adapters.0.name: "), ([{"name": "adapter-1"}] * 3, "adapters: "),
+            ([{"name": "adapter-1", "strength": 1}], "adapters.0.strength: "),
+            ({"adapter-1": 1}, "adapters: "),
+        )),
+    ]),
+    "/v1/vision/person": ({}, [
+        ({}, "Send images"), ({"images": []}, "images"), ({"images": "x"}, "images"),
+        ({"images": [GOOD] * 100}, "images"), ({"frames": [GOOD] * 1000}, "frames"),
+        ({"images": [GOOD], "video": GOOD}, "video"),
+        ({"images": [GOOD], "min_score": 2}, "min_score"),
+        ({"images": [GOOD], "deadline": 0}, "deadline"), ({"image": GOOD}, "image"),
+        ({"images": ["data:image/png;base64,!"]}, "base64"), ({"images": ["/etc/passwd"]}, "URL"),
+        ({"images": [data_url(b"no image")]}, "image"),
+        ({"images": [GOOD], "max_tokens": 1.5}, "max_tokens"),
     ]),
     "/v1/embeddings": ({"model": "tiny"}, [
         ({}, "Send input"), ({"input": ""}, "empty"), ({"input": []}, "empty"),
@@ -121,4 +142,9 @@ def test_wrong_requests_are_400_and_say_why(server, path, more, said):
     headers = {"content-type": "application/json"}
     answer = server.client.post(path, content=content, headers=headers)
     refused(answer, 400, said)
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    if error["param"] is not None:
+        assert error["code"] == "invalid_request"
+        assert error["message"].startswith(f"{error['param']}: ")
+        assert "tagged-union" not in error["param"]

@@ -116,14 +116,6 @@ def test_what_is_absent_and_what_is_denied(hub):
         resolver.find("cars")
 
 
-def test_a_file_that_is_larger_than_the_hub_said(hub, cache):
-    resolver = HubResolver("hf", "acme")
-    hub.sizes[WEIGHTS] = 6000
-    with pytest.raises(AdapterError, match="has 6008 bytes, and may have 5000"):
-        cache.fetch(resolver, "cars", resolver.find("cars"), threading.Event())
-    assert not [path for path in hub.read if "/resolve/" in path]
-
-
 def test_offline(monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConnectionError, match="offline"):

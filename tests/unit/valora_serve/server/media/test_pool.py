@@ -63,10 +63,6 @@ def decoded(pool, *jobs, wait=60.0):
     return asyncio.run(run())
 
 
-def seconds(count):
-    return replace(LIMITS, seconds=count)
-
-
 def workers(pool):
     """Processes that have not ended."""
     if pool._processes is None:
@@ -114,30 +110,25 @@ def test_a_process_that_is_killed_while_it_decodes(pool, slow):
     assert asyncio.run(run())[0].size == (40, 20)
 
 
-def test_a_decode_that_takes_too_long_holds_no_place(pool, slow):
+@pytest.mark.parametrize(
+    ("limit", "wait", "last"), [(0.4, 60, list), (0.8, 0.2, (OverloadedError, list))]
+)
+def test_a_decode_that_takes_too_long_holds_no_place(pool, slow, limit, wait, last):
+    """Another one is decoded then, or refused where it may not wait as long."""
     began = time.monotonic()
-    found = decoded(pool, *[job(slow, seconds(0.4)) for _ in range(2)], job(encoded(picture())))
-    assert all(isinstance(error, ImageError) for error in found[:2])
-    assert all("longer than 0.4 s" in str(error) for error in found[:2])
-    assert found[2][0].size == (40, 20)
+    jobs = [job(slow, replace(LIMITS, seconds=limit)) for _ in range(2)]
+    *late, found = decoded(pool, *jobs, job(encoded(picture())), wait=wait)
+    assert [type(error) for error in late] == [ImageError] * 2
+    assert all(f"longer than {limit} s" in str(error) for error in late)
+    assert isinstance(found, last)
     assert time.monotonic() - began < 20
 
 
 def test_a_process_that_nobody_stops_in_time_ends_itself(pool, slow, monkeypatch):
     schedule = pool._schedule
     monkeypatch.setattr(pool, "_schedule", lambda function, _, *rest: schedule(function, 60, *rest))
-    [error] = decoded(pool, job(slow, seconds(0.1)))
+    [error] = decoded(pool, job(slow, replace(LIMITS, seconds=0.1)))
     assert "longer than 0.1 s to decode" in str(error)
-
-
-def test_waiting_is_limited(pool, slow):
-    limits = seconds(0.8)
-    began = time.monotonic()
-    found = decoded(pool, *[job(slow, limits) for _ in range(2)], job(encoded(picture())), wait=0.2)
-    if not isinstance(found[2], list):
-        assert isinstance(found[2], OverloadedError)
-    assert [type(error) for error in found[:2]] == [ImageError] * 2
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("error", [OverloadedError("no"), RuntimeError("a fault of ours")])

@@ -126,23 +126,6 @@ def test_answers_are_those_of_one_engine(replicated, served):
     assert "traffic" in wrong.json()["error"]["message"]
 
 
-def test_streams_have_the_times_of_this_machine(replicated):
-    whole = replicated.chat("sample/adapter-1", max_tokens=12).json()
-    began, pieces = time.monotonic(), []
-    body = {"model": "sample/adapter-1", "max_tokens": 12, "stream": True,
-            "messages": [{"role": "user", "content": "what is this?"}]}  # fmt: skip
-    url = f"{replicated.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, headers=HEADERS, timeout=60) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                pieces.append(json.loads(line[6:]))
-    took = time.monotonic() - began
-    text = "".join(p["choices"][0]["delta"].get("content") or "" for p in pieces if p["choices"])
-    assert text == whole["choices"][0]["message"]["content"]
-    told = [piece["valora"]["seconds"] for piece in pieces if piece.get("valora")]
-    assert all(0 < seconds <= took for seconds in told)
-
-
 def test_replicas_do_not_yield_to_all_else_of_the_machine(replicated):
     """As batch jobs of Ray do: one that starts would have a tenth of a core on a busy machine."""
     assert [one.nice() for one in replicated.workers()] == 2 * [os.nice(0)]
@@ -205,25 +188,6 @@ def test_an_adapter_that_requests_load_is_listed_and_unloaded_wherever_it_is(rep
         assert gone.status_code == status, gone.text
     assert set(replicated.metrics("adapters_known").values()) == {3.0}
     assert states()["found"] == "disk", "a request would load it again"
-
-
-def test_a_document_becomes_a_context_of_all_replicas(replicated, store):
-    """Equal questions get equal answers, whichever replica has read the memory that one made."""
-    made = replicated.post("contexts", name="report", document="417 color red\n820 thing star")
-    assert made.status_code == 200, made.text
-    until(lambda: set(replicated.metrics("contexts_known").values()) == {1.0}, 60)
-    answers = {
-        json.dumps(replicated.chat("report", "417 color?", max_tokens=6).json()["choices"])
-        for _ in range(6)
-    }
-    assert len(answers) == 1
-    taken = replicated.post("contexts", name="report", document="another")
-    assert taken.status_code == 409, taken.text
-    url = f"{replicated.url}/v1/contexts/report"
-    assert httpx.delete(url, headers=HEADERS, timeout=60).status_code == 200
-    until(lambda: set(replicated.metrics("contexts_known").values()) == {0.0}, 60)
-    assert not list((store / "contexts").iterdir())
-    assert replicated.chat("report").status_code == 404
 
 
 def test_deadlines_and_clients_that_leave(replicated):

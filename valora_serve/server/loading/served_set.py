@@ -75,6 +75,7 @@ class ServedSet:
         models = [model for model in self._engine.models() if model.name not in self.found]
         bundles = {_short(model.bundle) for model in models if model.bundle}
         self.reserve((*(model.name for model in models), *bundles, *(f"{b}/" for b in bundles)))
+        self.reserve(name for names in self.state.reserved.values() for name in names)
 
     async def _give_way(self, names: Collection[str]) -> None:
         """Unload adapters that requests have loaded under names which an operator wants."""
@@ -150,7 +151,6 @@ class ServedSet:
         for kind, name in sorted(old.keys() - new.keys(), key=lambda key: -KINDS.index(key[0])):
             if name in served if kind == "bundle" else self._served(name):
                 await self._engine.unload(kind, name)
-        self.reserve(name for names in state.reserved.values() for name in names)
         changed = [one for one, content in new.items() if old.get(one) != content or one == key]
         for kind, name in sorted(changed, key=lambda one: KINDS.index(one[0])):
             await (self._load_again(kind, name) if make is None else make())

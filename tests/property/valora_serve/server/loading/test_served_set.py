@@ -23,6 +23,7 @@ from valora_serve.errors import StorageError, UnknownModelError
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.loading.state_file import StateFile
+from valora_serve.types import NewContext
 
 FOLDERS = {  # name of the bundle, and its domains
     "cars-1": ("cars", ("car",)),
@@ -65,7 +66,7 @@ class Serving(RuleBasedStateMachine):
             bundle: (self.place / "bundles" / name, domains)
             for name, (bundle, domains) in COMMAND_LINE.items()
         }
-        self.adapters = {}
+        self.adapters, self.contexts = {}, set()
         self.lasting = {n for bundle, names in COMMAND_LINE.values() for n in (bundle, *names)}
         self.boot()
 
@@ -74,7 +75,8 @@ class Serving(RuleBasedStateMachine):
             pass
 
         self.found = set()
-        self.kept = self.lasting | set(self.adapters) | {name.lower() for name in BUILT_IN} | {"d"}
+        self.kept = {*self.lasting, *self.adapters, *self.contexts, "d"}
+        self.kept |= {name.lower() for name in BUILT_IN}
         self.engine = FakeEngine()
         file = self.place / "state" / "served.json"
         self.served = ServedSet(self.engine, self.place / "adapters", StateFile(file))
@@ -85,12 +87,16 @@ class Serving(RuleBasedStateMachine):
 
     def table(self):
         made = {name: str(folder) for name, folder in self.adapters.items()}
+        made |= {name: str(self.place / "adapters" / "contexts" / name) for name in self.contexts}
         for folder, domains in self.bundles.values():
             made |= dict.fromkeys(domains, str(folder))
         return made
 
     def actual(self):
-        found = {model.name: model.root for model in self.engine.models()}
+        found = {
+            model.name: model.root.rpartition("-")[0] if model.form else model.root
+            for model in self.engine.models()
+        }
         return {name: root for name, root in found.items() if name not in BUILT_IN}
 
     def note(self, bundle, folder, domains):
@@ -129,6 +135,11 @@ class Serving(RuleBasedStateMachine):
                 assert allowed
                 done()
 
+    def is_free(self, name, own, replace):
+        """Whether a name may be given; `own` are those that may be replaced."""
+        taken = name in {*self.table(), *self.found}
+        return not taken or (replace and name in {*own, *self.found})
+
     faults = st.none() | st.integers(0, 8)
 
     @rule(name=st.sampled_from(NAMES), folder=st.sampled_from(ADAPTERS), replace=st.booleans(),
@@ -136,8 +147,7 @@ class Serving(RuleBasedStateMachine):
     def load_adapter(self, name, folder, replace, at):
         self.attempt(
             lambda: self.served.load_adapter(name, folder, replace=replace),
-            name not in {*self.table(), *self.found}
-            or (replace and name in {*self.adapters, *self.found}),
+            self.is_free(name, self.adapters, replace),
             lambda: (
                 self.adapters.update({name: self.place / "adapters" / folder}),
                 self.kept.add(name),
@@ -156,13 +166,32 @@ class Serving(RuleBasedStateMachine):
         )
         self.gave_way({name})
 
+    @rule(name=st.sampled_from(NAMES), replace=st.booleans(), at=faults)
+    def make_context(self, name, replace, at):
+        self.attempt(
+            lambda: self.served.make_context(NewContext(name, "No dogs."), replace=replace),
+            self.is_free(name, self.contexts, replace),
+            lambda: (self.contexts.add(name), self.kept.add(name)),
+            at,
+        )
+        self.gave_way({name})
+
+    @rule(name=st.sampled_from(NAMES), at=faults)
+    def forget_context(self, name, at):
+        self.attempt(
+            lambda: self.served.forget_context(name),
+            name in self.contexts,
+            lambda: self.contexts.remove(name),
+            at,
+        )
+
     @rule(name=st.sampled_from(list(FOLDERS)), at=faults)
     def load_bundle(self, name, at):
         bundle, domains = FOLDERS[name]
         others = {d for key, (_, ds) in self.bundles.items() if key != bundle for d in ds}
         self.attempt(
             lambda: self.served.load_bundle(name),
-            not (others | set(self.adapters)) & set(domains),
+            not {*others, *self.adapters, *self.contexts} & set(domains),
             lambda: self.note(bundle, name, domains),
             at,
         )
@@ -223,5 +252,5 @@ class Serving(RuleBasedStateMachine):
 
 TestServing = Serving.TestCase
 TestServing.settings = settings(
-    max_examples=20, stateful_step_count=12, deadline=None, derandomize=True
+    max_examples=30, stateful_step_count=12, deadline=None, derandomize=True
 )

@@ -185,6 +185,7 @@ def test_a_bundle_whose_golden_examples_differ_is_not_served(place, error):
             await served.load_bundle("cars-2")
         assert roots(engine) == BUILT_IN
         assert list((place / "state").iterdir()) == []
+        assert not served.reserves("van"), "requests may load an adapter of that name"
         await served.load_bundle("cars")
         with pytest.raises(type(error)):
             await served.load_bundle("cars-2")

@@ -177,15 +177,15 @@ def written(text):
     return BLOCK.sub(block, text)
 
 
-def machine():
-    """What this machine is, in words."""
+def machine(gpus):
+    """What this machine is, in words, for a figure that needs GPUs or none."""
     import torch
 
-    if count := torch.cuda.device_count():
+    if count := gpus and torch.cuda.device_count():
         name = torch.cuda.get_device_name()
         return f"{count} × {name}" if count > 1 else name
     model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    return f"{model[1] if model else platform.machine()}, {os.cpu_count()} cores"
+    return f"{model[1] if model else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def keep(name, printed, **facts):
@@ -228,7 +228,8 @@ def run(names):
             print(f"== {name} failed, or has printed no table", flush=True)
             failed += 1
         else:
-            keep(name, printed, commit=commit, date=time.strftime("%Y-%m-%d"), machine=machine())
+            where = machine(FIGURES[name].gpus)
+            keep(name, printed, commit=commit, date=time.strftime("%Y-%m-%d"), machine=where)
     return failed
 
 

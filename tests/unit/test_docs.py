@@ -31,8 +31,8 @@ LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:tests|docs|conf|valora_\w+|data|kernels|teachers)/[\w./-]+)`")
 TABLE = re.compile(r"^(?:\|.*\n?){3,}", re.MULTILINE)
 WAIT = {
-    "ablation", "adapters", "contexts-paper", "documents", "four-bits", "fp8", "fronts",
-    "kernels", "modes", "nf4", "peft", "skew", "systems", "systems-13b", "training", "ways",
+    "ablation", "adapters", "contexts-paper", "four-bits", "kernels", "peft", "skew", "systems",
+    "systems-13b", "ways",
 }  # fmt: skip
 """Figures with tables that wait for a machine, most of them for a GPU: only fewer, please."""
 BY_HAND = {

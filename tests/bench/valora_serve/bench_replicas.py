@@ -293,7 +293,7 @@ def affinity(shape, folder, store, console):
     """Time to first token and adapter loads of two replicas, by router."""
     made = table(
         f"{shape.adapters} adapters of rank {shape.rank}, {shape.slots} slots a replica",
-        "router", "requests/s", "TTFT p50, s", "TTFT p99, s", "adapter loads",
+        "router", "requests/s", "TTFT p50, s", "TTFT p99, s", "adapter loads for 100 requests",
     )  # fmt: skip
     for router in ("affinity", "random"):
         options = ("--replicas", "2", "--router", router)
@@ -306,7 +306,7 @@ def affinity(shape, folder, store, console):
         first = [answer.first for answer in answers]
         made.add_row(
             router, f"{len(answers) / shape.seconds:.2f}", f"{statistics.median(first):.3f}",
-            f"{percentile(first, 0.99):.3f}", f"{loads:.0f}",
+            f"{percentile(first, 0.99):.3f}", f"{100 * loads / len(answers):.1f}",
         )  # fmt: skip
     console.print(made)
 

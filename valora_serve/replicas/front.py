@@ -53,6 +53,7 @@ FACTS = b"x-valora-facts"  # of answers: what the log says of the request
 LOAD = b"x-valora-load"  # of answers: requests under way at the replica
 ATTEMPTS = 2  # how often a request is sent, as long as none of its answer has come
 NONE = "No replica answers now: ask again in a moment"
+JOIN_SECONDS = 5.0  # that each replica has for its part of a page of all
 IDLE_SECONDS = 10.0  # less than the 15 after which a replica closes a connection
 _HOP = {
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
@@ -201,11 +202,15 @@ class Front:
     async def _ask_all(self, request: Request, body: bytes, join: Join, send: Send) -> None:
         """Answer with what all replicas say, as one, or with what one of them refuses with."""
         first = next(iter(self._replicas), None)
+        seconds = JOIN_SECONDS if request.method == "GET" else None
 
         async def said(one: Report) -> tuple[str, Any, bytes] | None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 counts = one.replica == first
-                async with self._ask(one, request, body, counts=counts) as answer:
+                async with (
+                    asyncio.timeout(seconds),
+                    self._ask(one, request, body, counts=counts) as answer,
+                ):
                     return one.replica, answer, await answer.read()
             return None
 

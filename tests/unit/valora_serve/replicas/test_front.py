@@ -280,6 +280,19 @@ def test_what_each_replica_has_loaded_on_request(method, path, one, two, found):
     run(case())
 
 
+def test_a_replica_that_hangs_is_left_out_of_pages_of_all(monkeypatch):
+    monkeypatch.setattr("valora_serve.replicas.front.JOIN_SECONDS", 0.2)
+
+    async def case():
+        page = answer(b"# HELP a A.\n# TYPE a counter\na 1\n")
+        async with fronted(Replica(page), Replica(b"")) as (client, _):
+            said = await client.get("/metrics")
+        assert said.status_code == 200
+        assert 'a{replica="r0",} 1' in said.text
+
+    run(case())
+
+
 def test_metrics_of_all_replicas_are_one_page():
     lines = [
         "# HELP a A.", "# TYPE a counter", 'a{{x="1"}} {0}', "a {0}", "# HELP valora_replicas R.",

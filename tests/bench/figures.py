@@ -106,6 +106,10 @@ FIGURES = {
         "valora_serve.workloads.cli --workload poisson --rates 10 32 48 --skews 0.2 0.6 0.9 "
         f"--duration 6 --policies cost valora unmerge_only dlora merge_only {COSTS}"
     ),
+    "sim-shares": Figure(
+        "valora_serve.workloads.cli --rates 60 --adapters 4 --skews .7 --duration 120 "
+        f"--max-requests 64 --policies cost --shares {COSTS}"
+    ),
     "sim-slora": Figure(f"{SERVE}.sim_slora"),
     "sim-azure": Figure(
         "valora_serve.workloads.cli --trace .valora/AzureLLMInferenceTrace_conv.csv --rates 3 5 "

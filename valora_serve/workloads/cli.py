@@ -309,10 +309,16 @@ def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
         groups.setdefault((row["rate"], row["skew"]), []).append(row)
     console.print(_table(title, (*HEAD, *ONE), list(groups.values())))
     if options.shares is not None:
+        names = sorted({name for row in rows for name in row["served"]})
+        shares = Table(
+            "policy", *names, title="Share of tokens before the last arrival", title_justify="left"
+        )
         for row in rows:
             served = max(1, sum(row["served"].values()))
-            parts = ", ".join(f"{a} {n / served:.1%}" for a, n in sorted(row["served"].items()))
-            console.print(f"{row['policy']}: tokens before the last arrival: {parts}")
+            shares.add_row(
+                row["policy"], *(f"{row['served'].get(n, 0) / served:.1%}" for n in names)
+            )
+        console.print(shares)
     console.print(
         "ms/token: sum of end-to-end latencies over all input, image and output tokens.",
         style="dim",

@@ -5,8 +5,8 @@
 
 A run keeps the tables that its command prints in ``docs/figures/NAME.json``, with command, commit,
 date, machine and versions. A page has a table between ``<!-- figure NAME TABLE: COLUMNS -->`` and
-``<!-- end -->``: the number of the table, from 0, and the columns to show (all without). What has
-no file yet stays as it is.
+``<!-- end -->``: the number of the table, from 0, and the columns to show (all without); ``0/x``
+shows the rows that begin with x. What has no file yet stays as it is.
 """
 
 import argparse
@@ -27,7 +27,9 @@ SERVE = "tests.bench.valora_serve"
 COSTS = "--costs docs/costs/nvidia-h200-7b.json"
 CONTEXTS = "tests.bench.valora_train.bench_context_ways --tokens 32"
 DOCUMENTS = "task.only=[ledger_1,ledger_2,ledger_3,ledger_4]"
-BLOCK = re.compile(r"<!-- figure ([\w-]+) (\d+)(?:: (.*?))? -->\n.*?<!-- end -->", re.DOTALL)
+BLOCK = re.compile(
+    r"<!-- figure ([\w-]+) (\d+)(?:/(\w+))?(?:: (.*?))? -->\n.*?<!-- end -->", re.DOTALL
+)
 PACKAGES = ("torch", "triton", "transformers", "peft", "ray", "ultralytics")
 
 
@@ -143,12 +145,13 @@ def tables(printed):
     return found
 
 
-def shown(figure, number, columns):
-    """A table of a figure in Markdown, with its caption."""
+def shown(figure, number, columns, first=None):
+    """A table of a figure in Markdown, with its caption; all rows, or those that begin so."""
     table = figure["tables"][number]
     head = [one.strip() for one in columns.split(";")] if columns else table["head"]
     places = [table["head"].index(name) for name in head]
-    rows = [head, ["---"] * len(head), *([row[at] for at in places] for row in table["rows"])]
+    chosen = [row for row in table["rows"] if first in (None, row[0])]
+    rows = [head, ["---"] * len(head), *([row[at] for at in places] for row in chosen)]
     lines = [f"| {' | '.join(map(_plain, row))} |" for row in rows]
     caption = f"{figure['machine']}, {figure['date']}, commit {figure['commit']}"
     return "\n".join([*lines, "", f"{caption}, `make bench ARGS={figure['name']}`."])
@@ -172,10 +175,10 @@ def written(text):
     """A page with its tables written anew from the figures' files."""
 
     def block(found):
-        name, number, columns = found.groups()
+        name, number, first, columns = found.groups()
         if waits(name, int(number)):
             return found[0]
-        body = shown(_figure(name), int(number), columns)
+        body = shown(_figure(name), int(number), columns, first)
         return f"{found[0].partition('-->')[0]}-->\n{body}\n<!-- end -->"
 
     return BLOCK.sub(block, text)

@@ -36,7 +36,6 @@ WAIT = {
 }  # fmt: skip
 """Figures with tables that wait for a machine, most of them for a GPU: only fewer, please."""
 BY_HAND = {
-    ("README.md", "domain"),
     ("benchmarks.md", "set"),
     ("benchmarks.md", "case (H200)"),  # other servers' runs
     ("benchmarks.md", "case (H100)"),

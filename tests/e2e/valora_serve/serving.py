@@ -10,17 +10,16 @@ from pathlib import Path
 
 import httpx
 import torch
-from peft import PeftModel
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from tests.support.engine_reference import Reference
 from tests.support.forked import Forked
 from tests.support.serve_helpers import make_bundle
-from valora_data.contract.base_model import base_folder
 from valora_data.contract.boxes import read_detections
 from valora_data.contract.bundle import GOLDEN, read_bundle, write_manifest
+from valora_serve.types import Request
 
 ROOT = Path(__file__).parents[3]
 SECRET = "an-admin-key-for-these-tests"
@@ -64,21 +63,16 @@ def detect(bundle, facts, image):
 
     A domain without an adapter is one of the base model as transformers loads it.
     """
-    source = base_folder("tiny")
-    processor = AutoProcessor.from_pretrained(source)
-    base = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32)
-    model = base.eval()
-    if facts["adapter"] is not None:
-        adapter = bundle.folder / bundle.adapters[facts["adapter"]]["path"]
-        model = PeftModel.from_pretrained(base, adapter).eval().get_base_model()
+    name = facts["adapter"]
+    adapters = {} if name is None else {name: bundle.folder / bundle.adapters[name]["path"]}
+    reference = Reference("tiny", adapters)
     turn = [{"type": "text", "text": facts["prompt"]}, {"type": "image"}]
-    text = processor.apply_chat_template(
-        [{"role": "user", "content": turn}], add_generation_prompt=True
-    )
-    inputs = processor(text=[text], images=[image], add_special_tokens=False, return_tensors="pt")
+    asked = Request("", messages=[{"role": "user", "content": turn}], images=[image])
+    inputs = reference.inputs(asked)
+    model = reference.model.get_base_model() if adapters else reference.model
     with torch.no_grad():
         hidden = model.model(**inputs).last_hidden_state[0]
-    visual = hidden[inputs["input_ids"][0] == base.config.image_token_id]
+    visual = hidden[inputs["input_ids"][0] == model.config.image_token_id]
     file = bundle.folder / facts["head"]
     head = load_file(file)
     with safe_open(file, "pt") as opened:

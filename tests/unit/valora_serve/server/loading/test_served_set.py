@@ -134,14 +134,10 @@ def test_what_is_refused_and_what_lies_beside_an_adapter(place):
             os.mkfifo(folder / file)  # whoever opened it would wait
         (folder / "checkpoint-5" / "last").symlink_to(place / "outside")
         load(server, "good")
-        repository = root / "models--acme--cars"  # as huggingface_hub caches it
-        (repository / "snapshots").mkdir(parents=True)
-        (root / "other").rename(repository / "snapshots" / "abc")
-        weights = repository / "snapshots" / "abc" / "adapter_model.safetensors"
-        (repository / "blobs").mkdir()
-        weights.rename(repository / "blobs" / "hash")
-        weights.symlink_to("../../blobs/hash")
-        load(server, "models--acme--cars/snapshots/abc", "cached")
+        linked = adapter(root / "linked") / "adapter_model.safetensors"
+        linked.unlink()
+        linked.symlink_to("../other/adapter_model.safetensors")
+        load(server, "linked", "linked")
 
 
 # What is remembered

@@ -1,6 +1,5 @@
 """Which images and videos are decoded, and which are refused."""
 
-import contextlib
 import io
 import json
 import os
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.fuzz.media import images, inflating, png, scans, videos, with_chunk
+from tests.fuzz.media import images, png, scans, videos
 from tests.support.http_helpers import data_url, encoded, picture
 from tests.support.http_helpers import read_media as read
 from tests.support.videos import video_file
@@ -159,16 +158,6 @@ def test_a_video_and_its_frames_share_the_memory(tmp_path):
     assert measure_video(file, tight)[1] == tight.memory - frames
     with pytest.raises(ImageError, match="bytes to decode"):
         measure_video(file, replace(LIMITS, memory=frames))
-
-
-@pytest.mark.parametrize("kind", [b"iCCP", b"zTXt", b"iTXt"])
-def test_chunks_that_inflate(kind):
-    """A profile or text of 30 MB: Pillow refuses it, or leaves it out."""
-    content = png(40, 30, 8, 2)
-    for _ in range(20):
-        content = with_chunk(content, kind, inflating(kind, 3 * 10**7))
-    with contextlib.suppress(ImageError):
-        assert read(data_url(content)).size == (40, 30)
 
 
 @pytest.mark.parametrize(

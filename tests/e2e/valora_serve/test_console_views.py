@@ -4,7 +4,6 @@ The server is real, its engine a fake one, whose state a test sets.
 """
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -347,29 +346,3 @@ def test_labels_are_beside_what_they_name(page, tmp_path, size):
     assert common(*found) == 0
     for plate, box in zip(found, boxes, strict=True):
         assert common(plate, box) < 0.02 * (plate[2] - plate[0]) * (plate[3] - plate[1])
-
-
-def test_how_soon_the_page_can_be_used(browser, server):
-    """Prints its figures; how fast a machine is decides nothing."""
-    context = browser.new_context()
-    context.add_init_script(KEY)
-    context.add_init_script(
-        """
-        window.shift = 0;
-        new PerformanceObserver((list) => {
-            for (const one of list.getEntries()) if (!one.hadRecentInput) window.shift += one.value;
-        }).observe({ type: "layout-shift", buffered: true });
-        """
-    )
-    page = context.new_page()
-    began = time.perf_counter()
-    page.goto(server.url)
-    page.locator("#model option").first.wait_for(state="attached")
-    page.click("#tab-engine")
-    page.locator("#engine").wait_for()
-    seconds = time.perf_counter() - began
-    inside = page.evaluate("() => performance.getEntriesByType('navigation')[0].domInteractive")
-    shift = page.evaluate("() => window.shift")
-    print(f"interactive {inside:.0f} ms, used {seconds:.2f} s, layout shift {shift:.4f}")
-    assert shift < 0.1  # "good" by Core Web Vitals
-    context.close()

@@ -194,18 +194,15 @@ def test_hosts_are_named_in_either_form(monkeypatch):
             read("data:,", media_hosts=(name,))
 
 
-def test_no_host_is_unless_named(site):
+@pytest.mark.parametrize(
+    ("hosts", "said"),
+    [((), "may not fetch"), (("example.org",), "may not fetch"), (("local",), "may not fetch"),
+     (("localhost",), "private address")],
+)  # fmt: skip
+def test_only_public_addresses_of_named_hosts_are_reached(site, hosts, said):
     Site.seen.clear()
-    for settings in ({}, {"media_hosts": ("example.org",)}, {"media_hosts": ("local",)}):
-        with pytest.raises(ImageError, match="may not fetch"):
-            read(f"{site}/a.png", **settings)
-    assert Site.seen == []
-
-
-def test_private_addresses_are_not_reached_through_an_allowed_name(site):
-    Site.seen.clear()
-    with pytest.raises(ImageError, match="private address"):
-        read(f"{site}/a.png", media_hosts=("localhost",))
+    with pytest.raises(ImageError, match=said):
+        read(f"{site}/a.png", media_hosts=hosts)
     assert Site.seen == []
 
 
@@ -259,17 +256,17 @@ def test_redirects_are_checked_like_the_first_address(site, to, said):
         read(redirect(site, to), **OPEN)
 
 
-@pytest.mark.parametrize("path", ["/loop", "/nowhere", "/missing"])
-def test_answers_that_lead_nowhere(site, path):
-    with pytest.raises(ImageError, match="host"):
-        read(f"{site}{path}", **OPEN)
-
-
-def test_size_and_time_of_fetching_are_limited(site):
-    with pytest.raises(ImageError, match="larger"):
-        read(f"{site}/endless", **OPEN, max_image_bytes=100_000)
-    with pytest.raises(ImageError, match="longer than"):
-        read(f"{site}/slow", **OPEN, media_seconds=0.3)
+@pytest.mark.parametrize(
+    ("path", "limits", "said"),
+    [
+        ("/loop", {}, "host"), ("/nowhere", {}, "host"), ("/missing", {}, "host"),
+        ("/endless", {"max_image_bytes": 100_000}, "larger"),
+        ("/slow", {"media_seconds": 0.3}, "longer than"),
+    ],
+)  # fmt: skip
+def test_answers_that_are_no_image_in_time(site, path, limits, said):
+    with pytest.raises(ImageError, match=said):
+        read(f"{site}{path}", **OPEN, **limits)
 
 
 @pytest.mark.parametrize(

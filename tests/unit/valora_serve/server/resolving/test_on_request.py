@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import adapter, refused, serving, until
+from tests.support.http_helpers import ADMIN, adapter, refused, serving, until
 from valora_data.contract.files import UnreadableError
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving import registry
@@ -382,6 +382,17 @@ def test_a_damaged_or_deleted_cache_is_filled_again(place):
             assert (folder / WEIGHTS).read_bytes() == b"\0" * 8
             assert ask(server, "cars-2").status_code == 200  # in its place
             harm(folder)
+
+
+def test_what_an_administrator_unloads_gives_its_place_back(place):
+    more = {"allow_runtime_loading": True, "api_key": ADMIN, "adapter_folder": str(place)}
+    with serving(**settings(place, max_found_adapters=1, **more)) as server:
+        server.client.headers["authorization"] = f"Bearer {ADMIN}"
+        assert ask(server, "cars-1").status_code == 200
+        gone = server.client.post("/v1/unload_lora_adapter", json={"lora_name": "cars-1"})
+        assert gone.status_code == 200, gone.text
+        assert ask(server, "cars-2").status_code == 200
+        assert ask(server, "cars-1").status_code == 200
 
 
 @pytest.mark.parametrize("version", ["same", "new"])

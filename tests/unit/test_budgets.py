@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 3_516,
     "tests/*/valora_teachers": 1_142,
     "tests/*/valora_kernels": 2_004,
-    "tests/*/valora_serve": 24_376,
+    "tests/*/valora_serve": 24_340,
     "tests/unit/bench": 1_576,
     BENCH: 12_850,
 }

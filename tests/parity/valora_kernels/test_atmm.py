@@ -104,14 +104,6 @@ def test_reference_is_the_formula():
             assert_near(one, other)
 
 
-def test_operator_runs_the_tiling_it_is_given():
-    case = make_case(19, [8, 16, 64], 64, (64, 32), dtype=torch.float16)
-    want = case.expected()
-    atmm(case.ys, case.x, case.weights, case.batch, tiling=Tiling("shrink_expand", 16, 64, 64, 64))
-    for one, other in zip(case.ys, want, strict=True):
-        assert_near(one, other)
-
-
 def test_a_tiling_that_does_not_fit_is_replaced(monkeypatch, caplog):
     from triton.runtime.errors import OutOfResources
 

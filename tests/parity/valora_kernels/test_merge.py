@@ -88,17 +88,6 @@ def test_a_thousand_switches_leave_no_trace():
     assert all(torch.equal(linears[name].weight, base[name]) for name in linears)
 
 
-@needs_triton
-def test_linears_see_the_merge():
-    merged, linears, _, adapters = make(torch.float32)
-    x = torch.randn(3, 72, device=DEVICE)
-    before = linears["q"](x)
-    merged.merge(0, 24, 0.5, tiling=TILING)
-    a, b = adapters[0]["q"]
-    torch.testing.assert_close(linears["q"](x), before + 0.5 * x @ a.T @ b.T, rtol=1e-4, atol=1e-4)
-    assert linears["q"].weight.data_ptr() == merged.weight("q").data_ptr()
-
-
 def test_weights_can_go_before_the_pristine_copy_is_made():
     """Base, live and pristine weights together may not fit into the memory."""
     merged = MergeableWeights({"q": (4, 8)}, dtype=torch.float32, device="cpu")

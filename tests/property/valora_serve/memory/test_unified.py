@@ -12,9 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.support.random_tests import examples
 from valora_data.models.base import ModelPart
-from valora_kernels.merge import MergeableWeights
-from valora_kernels.metadata import LoraBatch
-from valora_kernels.reference import atmm_reference
 from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.errors import AdapterError, BusyError
 from valora_serve.memory.adapter_memory import AdapterMemory
@@ -112,59 +109,6 @@ def test_any_adapter_lies_in_any_pages(ranks, seed, dtype, block, others):
     rows = sum(r * (-(-i // 8) + -(-o // 8)) * 8 for m, r in ranks.items() for o, i in [SHAPES[m]])
     assert packed.pages <= -(-rows // (page.elements - 30 + 1))
     assert packed.groups == {g.name for g in GROUPS if set(g.modules) & set(ranks)}
-
-
-def test_lora_and_merge_read_it():
-    memory = make_memory()
-    first = make_adapter({"q": 4, "v": 9, "fc": 2}, 1, 0.5, {"v": 3.0})
-    second = make_adapter({"k": 3, "v": 1, "o": 2}, 2, 1.25)
-    pool = PagePool(40)
-    for slot, adapter in ((2, first), (0, second)):
-        packed = memory.pack(adapter)
-        memory.write(packed, pool.take(packed.pages, Owner.ADAPTER), slot)
-    batch = LoraBatch(4, 4, "cpu")
-    batch.update([2, -1, 0, 2], [3, 0, 9], [1.25, 0, 0.5])
-    x = torch.randn(4, 12, generator=torch.Generator().manual_seed(5))
-    ys = [torch.zeros(4, width) for width in GROUPS[0].out_features]
-    atmm_reference(ys, x, memory.lora["q"], batch)
-    for row, adapter in enumerate([first, None, second, first]):
-        for y, module in zip(ys, GROUPS[0].modules, strict=True):
-            pair = adapter and adapter.modules.get(module)
-            expected = (
-                pair.scaling * (pair.b @ (pair.a @ x[row])) if pair else torch.zeros_like(y[0])
-            )
-            torch.testing.assert_close(y[row], expected, rtol=1e-4, atol=1e-4)
-    shapes = {module: SHAPES[module] for module in ("q", "k", "v", "o")}
-    merged = MergeableWeights(shapes, dtype=torch.float32, device="cpu")
-    merged.bind(
-        {
-            module: (memory.lora[group.name], p)
-            for group in GROUPS[:2]
-            for p, module in enumerate(group.modules)
-        }
-    )
-    for slot, adapter in ((2, first), (0, second)):
-        merged.merge(slot, adapter.rank, adapter.scaling)
-        for module, shape in shapes.items():
-            pair = adapter.modules.get(module)
-            expected = pair.scaling * pair.b @ pair.a if pair else torch.zeros(shape)
-            torch.testing.assert_close(merged.weight(module), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_keys_and_values_of_a_page_are_its_own():
-    memory = make_memory(pages=4)
-    for number, (keys, values) in enumerate(memory.kv):
-        assert keys.shape == values.shape == (4, 3, 1, 5)
-        for page in range(4):
-            keys[page] = 100 * page + 10 * number
-            values[page] = 100 * page + 10 * number + 1
-    pages = memory.storage[: 4 * PAGE.elements].view(4, 2, 2, 15)
-    for page in range(4):
-        for number in range(2):
-            assert (pages[page, number, 0] == 100 * page + 10 * number).all()
-            assert (pages[page, number, 1] == 100 * page + 10 * number + 1).all()
-    assert not memory.storage[4 * PAGE.elements :].any()
-    assert memory.page.elements == 60
 
 
 def test_what_does_not_fit_is_refused():

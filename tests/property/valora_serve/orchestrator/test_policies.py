@@ -453,20 +453,6 @@ def test_a_loading_adapter_holds_up_only_its_own(name):
     assert taken and "r1" not in taken and decision.prefetch == ()
 
 
-def test_all_starving_on_the_merged_adapter_is_merged_mode():
-    policy = make_policy("valora", H200_7B, PolicySettings(theta=0.01))
-    running = tuple(
-        replace(
-            request(i, "a", output=50), running=True, prompt_left=0, kv_tokens=5, pages=0, held=2
-        )
-        for i in range(4)
-    )
-    limits = StepLimits(8, 64, 100, 4, 64)
-    view = View(30.0, running, (), Mode.MERGED, "a", {"a"}, frozenset(), limits)
-    decision = policy.decide(view)
-    assert decision.mode is Mode.MERGED and len(decision.batch) == 4
-
-
 def test_infinite_patience_is_allowed():
     policy = make_policy("cost", H200_7B, PolicySettings(patience=math.inf))
     machine = Machine(policy, [request(1, "a"), request(2, "b")], StepLimits(4, 64, 50, 4, 64))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, llava_7b
+from tests.support.engine_reference import run
 from valora_data.contract.contexts import PREFIX
 from valora_serve.catalogue.contexts import Context
 from valora_serve.catalogue.store import ResolvedModel, Staged
@@ -30,24 +31,10 @@ def lmm():
     return Lmm("small", llava_7b(DEVICE, layers=2, width=1024), PROCESSOR, DEVICE)
 
 
-def drive(engine, requests):
-    """Outputs of requests by id, which all run together."""
-    for request in requests:
-        engine.add(engine.prepare(request))
-    found = {}
-    for _ in range(5000):
-        if not engine.busy:
-            return found
-        for output in engine.step():
-            assert output.error is None, output.error
-            found.setdefault(output.id, []).append(output)
-    raise AssertionError("the requests did not end")
-
-
 def read(engine, number, ids):
     """Register a context of a document's own keys and values; returns its name."""
     request = Request(f"read-{number}", token_ids=ids, embed=True, keep_kv=True)
-    kv = drive(engine, [request])[request.id][-1].kv.cpu()
+    kv = run(engine, [request])[request.id].last.kv.cpu()
     assert kv.shape[3] == len(ids)
     name, content = f"doc-{number}", f"{number:064x}"
     packed = engine.memory.pack_prefix(name, content, kv[0], kv[1])
@@ -101,11 +88,10 @@ def test_documents_answer_as_in_the_prompt(lmm, attention, policy):
                             sampling=sampling)  # fmt: skip
             pairs.append((short.id, long.id))
             requests += [short, other, long]
-    found = drive(engine, requests)
+    found = run(engine, requests)
+    assert not any(got.error for got in found.values())
     for short, long in pairs:
-        steps = [
-            [one for output in found[name] for one in output.logprobs] for name in (short, long)
-        ]
+        steps = [found[name].logprobs for name in (short, long)]
         assert len(steps[0]) == len(steps[1]) == TOKENS
         for ours, wanted in zip(*steps, strict=True):
             assert abs(ours.chosen.logprob - wanted.chosen.logprob) < TOLERANCE, (short, long)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, llava_7b
+from tests.support.engine_reference import run
 from valora_data.models.base import ModelPart
 from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.catalogue.store import ResolvedModel, Staged
@@ -88,16 +89,10 @@ def requests(names, count, start=0):
 
 def serve(engine, asked):
     """Tokens, log probabilities and error of every request."""
-    for one in asked:
-        engine.add(engine.prepare(one))
-    said = {one.id: ([], [], None) for one in asked}
-    while engine.busy:
-        for output in engine.step():
-            tokens, logprobs, error = said[output.id]
-            logprobs += [p.chosen.logprob for p in output.logprobs]
-            tokens += output.token_ids
-            said[output.id] = (tokens, logprobs, output.error or error)
-    return said
+    return {
+        key: (got.tokens, [one.chosen.logprob for one in got.logprobs], got.error)
+        for key, got in run(engine, asked).items()
+    }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,6 +9,7 @@ import torch
 
 from tests.bench.valora_serve.split_models import ATTENTION, MLP, save_adapters, save_base
 from tests.gpu.valora_serve.engine.test_engine_gpu import Forced
+from tests.support.engine_reference import run
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import StoppedError
@@ -50,8 +51,7 @@ def make(folder, size, way="replicate_a"):
 def scores(engine, mode):
     """Log probabilities of fixed prompts, and of the tokens that follow them."""
     engine.policy = Forced(engine.policy, (mode,))
-    generator = torch.Generator().manual_seed(2)
-    prompts, steps = {}, {}
+    asked, generator = [], torch.Generator().manual_seed(2)
     for number in range(12):
         length = [5, 90, 200, 33][number % 4]
         name = [None, "adapter-0", "adapter-1", "adapter-2"][(number * number + number // 4) % 4]
@@ -59,15 +59,14 @@ def scores(engine, mode):
         params = SamplingParams(
             max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=1
         )
-        engine.add(engine.prepare(Request(str(number), name, token_ids=ids, sampling=params)))
-    while engine.busy:
-        for output in engine.step():
-            assert output.error is None, output.error
-            if output.prompt is not None:
-                prompts[output.id] = torch.tensor(output.prompt.logprobs)
-            pairs = zip(output.token_ids, output.logprobs, strict=True)
-            steps.setdefault(output.id, []).extend((t, p.chosen.logprob) for t, p in pairs)
+        asked.append(Request(str(number), name, token_ids=ids, sampling=params))
+    found = run(engine, asked)
     engine.merge_state.switch(Mode.UNMERGED, None)
+    prompts = {key: torch.tensor(got.prompt.logprobs) for key, got in found.items()}
+    steps = {
+        key: [(p.chosen.token, p.chosen.logprob) for p in got.logprobs]
+        for key, got in found.items()
+    }
     return prompts, steps
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, llava_7b
+from tests.support.engine_reference import run
 from valora_kernels import lookup
 from valora_kernels.gpus import gpu_of
 from valora_kernels.lookup import table_of
@@ -25,19 +26,13 @@ TOLERANCE = 0.03
 
 def logprobs(engine, names):
     """Log probability of each first token of 12 requests, with adapters and without."""
-    found = {}
-    generator = torch.Generator().manual_seed(2)
+    asked, generator = [], torch.Generator().manual_seed(2)
     for i in range(12):
         ids = torch.randint(3, 32000, (17 + 20 * (i % 3),), generator=generator).tolist()
         params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1)
         name = [None, *names][i % (1 + len(names))]
-        engine.add(engine.prepare(Request(str(i), name, token_ids=ids, sampling=params)))
-    while engine.busy:
-        for output in engine.step():
-            assert output.error is None
-            if output.logprobs:
-                found.setdefault(output.id, output.logprobs[0].chosen.logprob)
-    return found
+        asked.append(Request(str(i), name, token_ids=ids, sampling=params))
+    return {key: got.logprobs[0].chosen.logprob for key, got in run(engine, asked).items()}
 
 
 def test_an_idle_engine_measures_and_adopts(tmp_path, monkeypatch):

@@ -108,15 +108,6 @@ def test_policies(base, adapters, reference, policy, overlap):
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("policy", ["valora", "merge_only", "cost", "dlora"])
-def test_policies_where_one_adapter_has_most_requests(base, adapters, reference, policy):
-    skewed = ["everything", "everything", "mlp", "everything", "everything", None] * 2
-    engine = make_engine(base, adapters, policy=policy)
-    requests = mixed(skewed)
-    check(run(engine, requests, together=8), requests, reference)
-    assert_empty(engine)
-
-
 class Forced:
     """Decides on the batch as `unmerge_only` does, and on the mode as it is told."""
 

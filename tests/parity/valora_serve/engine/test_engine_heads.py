@@ -272,20 +272,6 @@ def hidden_of(reference, request):
     return hidden, inputs["input_ids"][0] == reference.model.config.image_token_id
 
 
-def test_a_head_can_be_left_out(others):
-    """`head=False`: the domain's adapter generates."""
-    engine = make_engine("tiny")
-    engine.load(others)
-    one = Request(
-        "one", model="scene", images=[picture(1)], head=False,
-        sampling=SamplingParams(max_tokens=5, ignore_eos=True),
-    )  # fmt: skip
-    got = run(engine, [one])["one"]
-    assert got.finish is Finish.LENGTH
-    assert len(got.tokens) == 5
-    assert got.last.head is None
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -14,10 +14,10 @@ from tests.support.engine_reference import Reference, check_answers, make_engine
 from tests.support.http_helpers import serving
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import load_base, make_adapter
+from tests.unit.valora_serve.catalogue.test_adapters import configure, rewrite
+from valora_serve.catalogue.adapters import WEIGHTS
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.errors import AdapterError
-
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -116,16 +116,6 @@ def test_a_classifier_answers_over_http(base, text_model, tmp_path):
         assert answer["usage"]["completion_tokens"] > 0
 
 
-def rewrite(folder, change=lambda name, tensor: tensor, rename=lambda name: name):
-    tensors = load_file(folder / WEIGHTS)
-    save_file({rename(k): change(k, v).contiguous() for k, v in tensors.items()}, folder / WEIGHTS)
-
-
-def configure(folder, **options):
-    file = folder / CONFIG
-    file.write_text(json.dumps(json.loads(file.read_text()) | options))
-
-
 def leave_files(folder):
     for file in ("training_args.bin", "optimizer.pt", "rng_state.pth", "adapter_model.bin"):
         (folder / file).write_bytes(b"\x80\x04.")
@@ -134,8 +124,7 @@ def leave_files(folder):
 
 
 SERVED = {
-    "float8 e4m3": lambda folder: rewrite(folder, lambda _, t: t.to(torch.float8_e4m3fn)),
-    "float8 e5m2": lambda folder: rewrite(folder, lambda _, t: t.to(torch.float8_e5m2)),
+    "float8": lambda folder: rewrite(folder, change=lambda _, t: t.to(torch.float8_e5m2)),
     "a path of the trainer's machine": lambda folder: configure(
         folder, base_model_name_or_path="C:\\Users\\me\\llava"
     ),
@@ -165,7 +154,9 @@ def test_adapters_that_are_served(base, tmp_path):
 
 
 def scores(change):
-    return lambda folder: rewrite(folder, lambda name, t: change(t) if "score" in name else t)
+    return lambda folder: rewrite(
+        folder, change=lambda name, t: change(t) if "score" in name else t
+    )
 
 
 CLASSIFIERS = [
@@ -205,7 +196,6 @@ REFUSED = [
     ({"target_modules": ["q_proj", "embed_tokens"]}, r"changes embed_tokens, of type Embedding"),
     ({"target_modules": ["q_proj", "patch_embedding"]}, r"patch_embedding, of type Conv2d"),
     ({"modules_to_save": ["multi_modal_projector"]}, r"projector.*was trained whole.* merge it"),
-    ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora = True cannot be served; merge"),
 ]
 
 

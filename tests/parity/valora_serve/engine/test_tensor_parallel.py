@@ -38,7 +38,7 @@ from tests.support.forked import forked_workers
 from tests.support.serve_helpers import LANGUAGE, MLP, DomainSpec, make_bundle
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
 from valora_kernels.merge import MergeableWeights
-from valora_serve.errors import AdapterError, RequestError, SettingsError, StoppedError
+from valora_serve.errors import AdapterError, RequestError, StoppedError
 from valora_serve.types import Mode, NewContext, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -278,8 +278,3 @@ def test_a_killed_process_ends_requests_with_one_message(pair, adapters):
     assert {output.id for output in ended} == {request.id for request in asked}
     with pytest.raises(StoppedError, match="was killed by SIGKILL"):
         engine.load(adapters["mlp"], "another")
-
-
-def test_a_model_that_cannot_be_split_is_refused(base):
-    with pytest.raises(SettingsError, match=r"3 GPUs cannot share .* equally: use 1, 2, 4$"):
-        make_engine(base, fresh=True, tensor_parallel=3)

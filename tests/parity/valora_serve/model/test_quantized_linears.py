@@ -18,7 +18,6 @@ from tests.support.lmm_checkpoints import CHECKPOINTS, save_llava
 from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapters
 from valora_data.contract.quantized import is_installed, quantized_matrix
 from valora_data.errors import BundleError
-from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
 from valora_serve.memory.unified import GroupSpec
 from valora_serve.model.linears import LinearGroup, LoraScope
@@ -162,12 +161,7 @@ def test_stacked_layers_have_the_numbers_of_each(inputs, outputs):
             torch.testing.assert_close(y, x @ matrix.T + bias, atol=1e-5, rtol=1e-5)
 
 
-@PACKS
-def test_what_cannot_be_served_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="fp8 is for a model on one GPU: use tensor_parallel=1"):
-        EngineSettings(quantize="fp8", tensor_parallel=2)
-    with pytest.raises(ValueError, match=r"nf4_packed is for a model on one GPU.*quantize=nf4$"):
-        EngineSettings(quantize="nf4_packed", tensor_parallel=2)
+def test_a_form_whose_package_is_not_installed_is_refused(monkeypatch):
     monkeypatch.setattr("valora_data.contract.quantized.is_installed", lambda: False)
     with pytest.raises(BundleError, match=r"needs the package bitsandbytes: pip install 'valora"):
         make_engine("tiny", {}, fresh=True, quantize="nf4_packed")

@@ -65,28 +65,16 @@ def captured(base, adapters=None, **options):
     return engine
 
 
-def test_images_of_several_requests_in_one_graph(base, calls):
-    engine = captured(base)
-    requests = [about(1, 1), about(2, 2), about(3, 0), about(4, 2)]
-    check_answers(run(engine, requests), Reference(base, {}), *requests)
-    assert calls == {"all": [5], "eager": []}
-
-
-def test_more_images_than_the_largest_graph(base, calls, monkeypatch):
-    monkeypatch.setattr("valora_serve.engine.sizing.IMAGE_COUNTS", (1, 2, 4))
+@pytest.mark.parametrize(
+    ("counts", "images"),
+    [((1, 2, 4, 8, 16), [1, 2, 0, 2]), ((1, 2, 4), [3, 3, 3])],  # more than the largest graph has
+)
+def test_images_of_several_requests(base, calls, monkeypatch, counts, images):
+    monkeypatch.setattr("valora_serve.engine.sizing.IMAGE_COUNTS", counts)
     engine = captured(base, max_tokens=1024, chunk=1024)
-    requests = [about(number, 3) for number in range(3)]
+    requests = [about(number, count) for number, count in enumerate(images)]
     check_answers(run(engine, requests), Reference(base, {}), *requests)
-    assert calls == {"all": [9], "eager": []}
-
-
-def test_cached_images_skip_the_encoder(base, calls):
-    engine = captured(base, prefix_cache=False)
-    first, again = about(1, 2), about(1, 2)
-    run(engine, [first])
-    found = run(engine, [again])
-    check_answers(found, Reference(base, {}), again)
-    assert calls["all"] == [2]
+    assert calls == {"all": [sum(images)], "eager": []}
 
 
 def test_adapters_of_the_tower_go_without_a_graph(base, tmp_path, calls):

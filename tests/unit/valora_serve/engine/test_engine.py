@@ -42,28 +42,21 @@ from valora_serve.types import Finish, Request, SamplingParams
 
 def test_prompts_that_do_not_fit(base, reference):
     engine = make_engine(base, context_length=40, pages=5, block_size=8)
-    long = replace(question("long"), token_ids=list(range(10, 50)))
-    with pytest.raises(
-        TooLongError,
-        match=r"maximum context length is 40 tokens\. However, your messages resulted in 40 tokens",
+    context = r"maximum context length is 40 tokens\. However, your messages resulted in 40 tokens"
+    picture = noise(9, 9, 1)
+    for error, said, asked in (
+        (TooLongError, context, replace(question("long"), token_ids=list(range(10, 50)))),
+        (TooLongError, r"pages.*fewer tokens", question("large", tokens=28)),
+        (RequestError, "max_tokens: expected at least 1", question("none", tokens=0)),
+        (RequestError, "at least one token", replace(question("empty"), token_ids=[])),
+        (RequestError, "expected 0 to", replace(question("wrong"), token_ids=[10**6])),
+        (RequestError, "nothing is asked", Request("nothing")),
+        (RequestError, "names 1 images, but 0", Request("x", messages=ask("Look", images=1))),
+        (RequestError, "", Request("x", messages=ask("Look"), images=[picture])),
+        (RequestError, "", Request("x", messages=ask("Look", images=1), images=[picture] * 2)),
     ):
-        add_requests(engine, long)
-    with pytest.raises(TooLongError, match=r"pages.*fewer tokens"):
-        add_requests(engine, question("large", tokens=28))
-    with pytest.raises(RequestError, match="max_tokens: expected at least 1"):
-        add_requests(engine, question("none", tokens=0))
-    with pytest.raises(RequestError, match="at least one token"):
-        engine.prepare(replace(question("empty"), token_ids=[]))
-    with pytest.raises(RequestError, match="expected 0 to"):
-        engine.prepare(replace(question("wrong"), token_ids=[10**6]))
-    with pytest.raises(RequestError, match="nothing is asked"):
-        engine.prepare(Request("nothing"))
-    with pytest.raises(RequestError, match="names 1 images, but 0 were sent"):
-        engine.prepare(Request("x", messages=ask("Look", images=1)))
-    with pytest.raises(RequestError):
-        engine.prepare(Request("x", messages=ask("Look"), images=[noise(9, 9, 1)]))
-    with pytest.raises(RequestError):
-        engine.prepare(Request("x", messages=ask("Look", images=1), images=[noise(9, 9, 1)] * 2))
+        with pytest.raises(error, match=said):
+            add_requests(engine, asked)
     assert_empty(engine)
     fits = question("fits")
     check_answers(run(engine, [fits]), reference, fits)
@@ -257,11 +250,18 @@ def test_requests_that_have_waited_too_long_take_turns(base, adapters, policy, r
         (Engine, {"device": "banana"}, "device banana cannot be used"),
         (Engine, {"adapter_share": 0.99, "pages": 10}, "leaves too few for keys and values"),
         (None, {"policy_settings": PolicySettings(fair=True)}, "set with share_by"),
+        (None, {"operator": "sgmv"}, "operator: expected one of .*atmm.*, got sgmv"),
+        (None, {"switch": "slow"}, "switch: expected one of swift, by_matrix, got slow"),
+        (None, {"adapter_share": 1.0}, r"adapter_share: expected a share in \[0, 1\), got 1.0"),
+        (None, {"quantize": "fp8", "tensor_parallel": 2},
+         "fp8 is for a model on one GPU: use tensor_parallel=1"),
+        (None, {"quantize": "nf4_packed", "tensor_parallel": 2},
+         "nf4_packed is for a model on one GPU.*quantize=nf4$"),
         (PolicySettings, {"theta": -1}, "theta: expected 0 or more"),
         (PolicySettings, {"clusters": math.nan}, "clusters: expected 0 or more"),
         (PolicySettings, {"latency_limits": {"x": 0.0}}, "expected more than 0 s for x"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_are_refused(base, make, wrong, words):
     with pytest.raises((SettingsError, ValueError), match=words):
         if make is Engine:
@@ -279,26 +279,21 @@ def test_each_name_of_an_adapter_has_an_account_of_its_own(base, adapters):
     assert clients == ["one", "two", "base"]
 
 
-@pytest.mark.parametrize("policy", others_slow(["cost", "merge_only", "slora"], POLICIES))
-def test_more_adapters_than_fit_and_a_base_request(base, adapters, reference, policy):
-    engine = make_engine(base, adapters, policy=policy, slots=2, max_adapters=2, overlap=True)
+@pytest.mark.parametrize(
+    ("policy", "slots"),
+    others_slow([("cost", 2), ("merge_only", 1), ("slora", 2)], product(POLICIES, [1, 2])),
+)
+def test_fewer_places_than_adapters(base, adapters, reference, policy, slots):
+    """The merged adapter is pinned, and must still make room for another."""
+    engine = make_engine(
+        base, adapters, policy=policy, slots=slots, max_adapters=slots, overlap=slots == 2
+    )
     requests = [question(f"{name}{n}", name) for n in range(2) for name in "abcdef"]
     requests.insert(5, question("base"))
     check_answers(run(engine, requests, together=8), reference, *requests)
-    assert_empty(engine)
-
-
-@pytest.mark.parametrize(
-    "policy", others_slow(["merge_only"], ["cost", "merge_only", "valora", "slora"])
-)
-def test_one_place_for_adapters(base, adapters, reference, policy):
-    """The merged adapter is pinned, and must still make room for another."""
-    engine = make_engine(base, adapters, policy=policy, slots=1, max_adapters=1)
     for name in "aba":
         requests = [question(f"{name}{n}", name, tokens=12) for n in range(4)]
         check_answers(run(engine, requests), reference, *requests)
-    requests = [question("x", "c"), question("y"), question("z", "d")]
-    check_answers(run(engine, requests), reference, *requests)
     assert_empty(engine)
 
 

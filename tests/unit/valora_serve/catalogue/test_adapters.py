@@ -253,23 +253,6 @@ def times(factor, part, dtype=torch.float32):
     return lambda name, tensor: tensor.to(dtype) * (factor if f"lora_{part}" in name else 1)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (times(1e30, "B"), "lora_B.*has diverged; train it again with a smaller"),
-        (times(1e30, "A"), "has diverged"),
-        (times(1e6, "B"), r"change weights by up to .*more than 1000: its training has diverged"),
-        (times(1e100, "A", torch.float64), r"lora_A.*reaches .*e\+\d\d, which float32 cannot hold"),
-        (times(float("nan"), "A", torch.float64), "NaN or Inf"),
-        (times(1e30, "B", torch.bfloat16), "has diverged"),
-    ],
-)
-def test_diverged_adapters_say_how_large_they_are(change, message, targets, folder):
-    rewrite(folder, change=change)
-    with pytest.raises(AdapterError, match=message):
-        read_adapter(folder, targets)
-
-
 FLOATS = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
     torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz,
@@ -326,6 +309,12 @@ def put(value):
         (None, put(float("inf")), r"layers\.1.*q_proj\.lora_A.*NaN or Inf"),
         (None, lambda n, t: t[:, 1:] if "1.self_attn.q_proj.lora_A" in n else t, "expected shape"),
         (None, lambda n, t: t.to(torch.int32), r"dtype torch\.int32; save"),
+        (None, times(1e30, "B"), "lora_B.*has diverged; train it again with a smaller"),
+        (None, times(1e30, "A"), "has diverged"),
+        (None, times(1e6, "B"), r"change weights by up to .*more than 1000: its training has div"),
+        (None, times(1e100, "A", torch.float64), r"lora_A.*reaches .*e\+\d\d, which float32 cann"),
+        (None, times(float("nan"), "A", torch.float64), "NaN or Inf"),
+        (None, times(1e30, "B", torch.bfloat16), "has diverged"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(rename, change, message, targets, folder):

@@ -36,11 +36,6 @@ NORMS = {"q": float(base_weight().norm() / OUT**0.5)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_usual_adapter_may_be_merged(dtype):
-    assert check_effect(adapter(q=pair(), other=pair(1)), dtype, NORMS) is None
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "bad",
     {

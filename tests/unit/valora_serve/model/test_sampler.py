@@ -5,7 +5,6 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from valora_serve.model import sampler
 from valora_serve.model.sampler import (
     TokenChoice,
     TokenCounts,
@@ -159,11 +158,7 @@ BIAS = {3: 2.5, 0: -1.5, 6: 4.0, 7: -100.0}
     ],
 )  # fmt: skip
 def test_penalties_and_bias_are_those_of_transformers(given, wanted):
-    one, found = choice(prompt=PROMPT, answer=ANSWER, **given), LOGITS[None].clone()
-    sampler._penalise(found, [one])
-    sampler._bias(found, [one])
     expected = wanted(torch.tensor([PROMPT + ANSWER]), LOGITS[None].clone())
-    torch.testing.assert_close(found, expected)
     drawn = choice(prompt=PROMPT, answer=ANSWER, temperature=0.8, seed=15, **given)
     assert_drawn(shares(LOGITS, drawn), (expected[0] / 0.8).softmax(-1))
 

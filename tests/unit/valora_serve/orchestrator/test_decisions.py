@@ -127,6 +127,9 @@ CASES = {
     "valora unmerges where more than half starve": (
         VALORA(several(running, 4, "a"), [waiting(i, "bcdef"[i]) for i in range(5)], now=5.0,
                merged="a", hysteresis=0.4), {"mode": UNMERGED, "merged": None, "count": 9}),
+    "all starve on the merged adapter: merged mode": (
+        VALORA(several(running, 4, "a"), now=30.0, merged="a", theta=0.01),
+        {"mode": MERGED, "count": 4}),
     "no merge for a request about to end": (VALORA([running(0, "a", left=1)]), {"merged": None}),
     "a merge for a long one": (VALORA([running(0, "a", left=100)]), {"merged": "a"}),
     "hysteresis: 6 of 11 do not take over": (

@@ -111,37 +111,26 @@ GOOD = {"arrival": 1.0, "adapter": "a", "prompt": 5, "output": 2}
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("{", "Invalid JSON"), (json.dumps({"arrival": 1.0, "prompt": 3}), "output: Field req"),
-        (json.dumps({**GOOD, "arrival": -1}), "arrival: Input should be greater than or equal to"),
-        (json.dumps({**GOOD, "prompt": 0}), "prompt: Input should be greater than or equal to 1"),
-        (json.dumps({**GOOD, "latency_limit": "soon"}), "latency_limit: Value error"),
-        (json.dumps({**GOOD, "rank": 8}), "a has rank 8, but rank 64 in a line above"),
-        (json.dumps({**GOOD, "colour": 1}), "colour: Extra inputs are not permitted"),
-    ],
-)  # fmt: skip
-def test_damaged_lines_are_named(tmp_path, line, says):
-    path = tmp_path / "t.jsonl"
-    path.write_text(json.dumps(GOOD) + "\n\n" + line + "\n")
-    with pytest.raises(TraceError, match="line 3") as error:
-        traces.read(path)
-    assert says in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("TIMESTAMP,ContextTokens\n1,2\n", "output: Field required"),
-        ("", "no requests"),
+        *((f"{json.dumps(GOOD)}\n\n{line}\n", f"line 3: {says}") for line, says in (
+            ("{", "Invalid JSON"),
+            (json.dumps({"arrival": 1.0, "prompt": 3}), "output: Field req"),
+            (json.dumps({**GOOD, "arrival": -1}), "arrival: Input should be greater than or eq"),
+            (json.dumps({**GOOD, "prompt": 0}), "prompt: Input should be greater than or equal"),
+            (json.dumps({**GOOD, "latency_limit": "soon"}), "latency_limit: Value error"),
+            (json.dumps({**GOOD, "rank": 8}), "a has rank 8, but rank 64 in a line above"),
+            (json.dumps({**GOOD, "colour": 1}), "colour: Extra inputs are not permitted"),
+        )),
+        ("TIMESTAMP,ContextTokens\n1,2\n", "output: Field required"), ("", "no requests"),
         ("time,input,output\n-3,5,5\n", "line 2: time: Input should be greater than or equal"),
         ("time,input,output\n1,5,5\n2,x,5\n", "line 3: input: Input should be a valid integer"),
         ("time,input,output\n1,5\n", "output: Input should be a valid integer"),
     ],
-)
-def test_damaged_arrival_files_are_named(tmp_path, text, says):
-    path = tmp_path / "t.csv"
+)  # fmt: skip
+def test_damaged_lines_are_named(tmp_path, text, says):
+    path = tmp_path / "t"
     path.write_text(text)
     with pytest.raises(TraceError) as error:
-        traces.azure(path)
+        (traces.read if text.startswith("{") else traces.azure)(path)
     assert says in str(error.value) and str(path) in str(error.value)

@@ -18,8 +18,8 @@ BUDGETS = {
     "tests/*/valora_train": 6_975,
     "tests/*/valora_data": 3_516,
     "tests/*/valora_teachers": 1_142,
-    "tests/*/valora_kernels": 2_004,
-    "tests/*/valora_serve": 24_340,
+    "tests/*/valora_kernels": 1_937,
+    "tests/*/valora_serve": 24_104,
     "tests/unit/bench": 1_576,
     BENCH: 12_850,
 }

@@ -111,7 +111,9 @@ def test_schemas_that_cannot_be(grammars, schema):
     assert "\n" not in str(error.value)
 
 
-def test_a_pattern_that_is_none_is_named_with_the_reason(grammars):
+def test_what_no_answer_follows_is_said_with_the_reason(grammars):
+    with pytest.raises(RequestError, match="No answer satisfies"):
+        made(grammars, {"$ref": "#"})
     for pattern, reason in (("[z-a]", "invalid character class range"), ("a\n(", "unclosed group")):
         with pytest.raises(RequestError) as error:
             made(grammars, {"properties": {"x": {"type": "string", "pattern": pattern}}})

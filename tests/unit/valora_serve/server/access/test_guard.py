@@ -40,7 +40,6 @@ def test_every_route_under_v1_asks_for_a_key(keys_file):
 
 
 def test_metrics_can_be_protected_and_a_stranger_costs_no_body(keys_file):
-    """The key is checked before the body is read."""
     file, secrets = keys_file
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with serving(keys_file=str(file), protect_metrics=True) as server:

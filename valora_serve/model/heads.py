@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from valora_data.contract.head import Head
@@ -109,7 +110,8 @@ class HeadLogits:
 def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
     broken = NonFiniteError("the head's outputs are not finite")
     # A hidden state whose squares overflow in a norm becomes zero: see `sampler.finite_rows`.
-    if not bool(raw.isfinite().all() and (raw[:, -1] > 0).all()):
+    numbers = raw.numpy()
+    if not (np.isfinite(numbers).all() and (numbers[:, -1] > 0).all()):
         return broken
     try:
         result = item.head.interpret(raw[:, :-1].contiguous(), item.sizes, item.min_score)

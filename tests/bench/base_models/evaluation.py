@@ -216,9 +216,8 @@ class Checkpoint:
             ).sigmoid()
             codes = F.linear(visual, self.head["box.weight"], self.head["box.bias"])
             for boxes, score in zip(decode(codes, GRID).cpu(), scores[..., 0].cpu(), strict=True):
-                kept = suppress(
-                    boxes, score, torch.zeros(len(boxes), dtype=torch.int64), 0.5, 0.02, 50
-                )
+                classes = np.zeros(len(boxes), np.int64)
+                kept = suppress(boxes.numpy(), score.numpy(), classes, 0.5, 0.02, 50)
                 found.append((boxes[kept], score[kept]))
         return found
 

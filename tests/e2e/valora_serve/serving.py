@@ -78,19 +78,18 @@ def detect(bundle, facts, image):
     with safe_open(file, "pt") as opened:
         told = opened.metadata()
     boxes, confidences, classes = read_detections(
-        visual @ head["weight"].T + head["bias"],
+        (visual @ head["weight"].T + head["bias"]).numpy(),
         tuple(json.loads(told["grid"])),
-        head["calibration"],
+        head["calibration"].tolist(),
         nms_iou=float(told["nms_iou"]),
         min_score=facts["threshold"],
         most=int(told["most"]),
         vote_sigma=float(told["vote_sigma"]),
     )
-    scale = torch.tensor([image.width, image.height] * 2)
     return [
         {"label": facts["labels"][kind], "confidence": sure, "box": box}
         for box, sure, kind in zip(
-            (boxes * scale).tolist(), confidences.tolist(), classes.tolist(), strict=True
+            (boxes * (2 * image.size)).tolist(), confidences.tolist(), classes.tolist(), strict=True
         )
     ]
 

@@ -53,7 +53,7 @@ FACTS = b"x-valora-facts"  # of answers: what the log says of the request
 LOAD = b"x-valora-load"  # of answers: requests under way at the replica
 ATTEMPTS = 2  # how often a request is sent, as long as none of its answer has come
 NONE = "No replica answers now: ask again in a moment"
-JOIN_SECONDS = 5.0  # that each replica has for its part of a page of all
+JOIN_SECONDS = 8.0  # for a replica's part of a page of all; Prometheus waits 10
 IDLE_SECONDS = 10.0  # less than the 15 after which a replica closes a connection
 _HOP = {
     b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",

@@ -184,8 +184,8 @@ class BoxHead(Head):
     def detections(self, raw: Tensor, size: Size, min_score: float) -> tuple[Detection, ...]:
         """The objects in one image, by falling confidence; `raw` as in `read_detections`."""
         boxes, scores, classes = read_detections(
-            raw.detach().float().cpu().numpy(), self.grid, self.calibration.tolist(), nms_iou=self.nms_iou,
-            min_score=min_score, most=self.most, vote_sigma=self.vote_sigma,
+            raw.detach().float().cpu().numpy(), self.grid, self.calibration.tolist(),
+            nms_iou=self.nms_iou, min_score=min_score, most=self.most, vote_sigma=self.vote_sigma,
         )  # fmt: skip
         width, height = size
         rows = zip(boxes.tolist(), scores.tolist(), classes.tolist(), strict=True)

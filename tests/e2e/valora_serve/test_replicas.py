@@ -130,6 +130,7 @@ def test_replicas_do_not_yield_to_all_else_of_the_machine(replicated):
 
 
 def test_an_adapter_stays_at_one_replica_and_keys_hold(replicated):
+    until(lambda: len(replicated.metrics("adapter_loads_total")) == 2, 60)  # the other may be later
     before = sum(replicated.metrics("adapter_loads_total").values())
     for number in range(4):
         for name in ("sample/adapter-1", "sample/adapter-2"):

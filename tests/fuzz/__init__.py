@@ -1,1 +1,0 @@
-"""Fuzzing and soak commands: hostile input by the thousand (`make fuzz`, `make soak`)."""

@@ -1,16 +1,15 @@
-"""Damaged and hostile adapters and bundles, loaded into a server while others use it.
+"""Damaged adapters and bundles, loaded into a server while others use it.
 
-Each case changes a sound adapter or bundle and loads it over HTTP. It must be refused with one
-sentence, or served without changing what others are answered: what is asked at the same time stays
-the same, and what is asked alone afterwards is equal bit for bit.
+Each must be refused with one sentence, or served without changing what others are answered: what is
+asked at the same time stays the same, and what is asked alone afterwards is equal bit for bit.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
-import pickle
 import re
 import shutil
 from functools import partial
@@ -20,12 +19,11 @@ from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.valora_serve.serving import write_golden
 from tests.fuzz.driver import alike, check_log, error_of, together
 from tests.fuzz.mutations import CHANGES, json_texts
 from tests.fuzz.tenants import ALWAYS, MORE, Tenants
 from tests.support.http_helpers import data_url, encoded, picture
-from valora_data.contract.bundle import GOLDEN, MANIFEST
+from valora_data.contract.bundle import MANIFEST
 from valora_data.hashing import file_hash
 
 CONFIG = "adapter_config.json"
@@ -33,35 +31,24 @@ LIMITS = {"seconds": 90, "health": 30.0}  # of a case, on a busy machine
 ASKED = (None, "red", "caption", "scene", "plates")  # what others ask
 DEEP = 10**5
 PATTERNS = [
-    "(a+)+$", "((.+)+\\.)+!", "(.*)*x", "(", "[", "a{1,99999}", "(?P<idx>x)", "(?<=a*)b", "\\",
-    "(((x{0,999}){0,999}){0,999}){0,999}y", "(" * 200 + ")" * 200, ".*" * 40 + "#", "a" * 20_000,
-    "^(?!.*vision).*proj$", ".*", "q_proj", "", "all-linear", "(?i)Q_PROJ", "\u0000", "é",
+    "(a+)+$", "((.+)+\\.)+!", "(", "a{1,99999}", "(?<=a*)b", "(((x{0,999}){0,999}){0,999}){0,999}y",
+    "(" * 200 + ")" * 200, ".*" * 40 + "#", "a" * 20_000, ".*", "q_proj", "", "all-linear", "é\0",
 ]  # fmt: skip
-NUMBERS = [
-    0, 1, -1, 8, 257, 10**6, 10**18, 10**30, 1e3, 1e30, 1e300, -1e300, 1e-300, 0.5, float("nan"),
-    float("inf"), True, False,
-]  # fmt: skip
+NUMBERS = [0, -1, 8, 257, 10**18, 10**30, 1e3, 1e300, 1e-300, 0.5, math.nan, math.inf, True]
 OTHERS = [
-    None, "", "x", "8", "none", "\ud800", "x" * 10**5, [], {}, [[]], [None], [8], ["q_proj"],
+    None, "", "8", "none", "\ud800", "x" * 10**5, [], {}, [[]], [None], [8], ["q_proj"],
     {"q_proj": 8}, {"": ""}, {"x": {"y": {}}}, ["x"] * 5000,
-]  # fmt: skip
-FACTS = [
-    "", "x", "[" * DEEP, "[1e9, 1e9]", "[true, 4]", "[4, 4, 4]", "nan", "inf", "-1", "9" * 5000,
-    "[]", '["a", "a"]', "x" * 10**5, "0", json.dumps(["x" * 999] * 300), "counting",
 ]  # fmt: skip
 OPTIONS = [*LoraConfig.__dataclass_fields__, "__class__", ""]
 DTYPES = [
     torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.bool, torch.complex64,
     torch.float8_e4m3fn, torch.int64,
 ]  # fmt: skip
-VALUES = [float("nan"), float("inf"), -float("inf"), 3e38, 1e20, -1e4]
-
-
-# Damage to one file: each function changes it and says what it did
+VALUES = [math.nan, math.inf, -math.inf, 3e38, 1e20, -1e4]
 
 
 def json_value(file, rng):
-    """A value of any type anywhere, an option of PEFT, or something less."""
+    """A value of any type anywhere, an option of PEFT, or something less; says which."""
     content = json.loads(file.read_text())
     way, place = [], content
     while isinstance(place, dict | list) and place and (not way or rng.random() < 0.7):
@@ -74,59 +61,44 @@ def json_value(file, rng):
     if file.name == CONFIG and rng.random() < 0.7:
         inside, key = content, rng.choice(OPTIONS)
         way = [key]
-        if key in ("rank_pattern", "alpha_pattern") and rng.random() < 0.7:
-            value = {rng.choice(PATTERNS): rng.choice([*NUMBERS, "x"])}
+        if key in ("rank_pattern", "alpha_pattern"):
+            value = {rng.choice(PATTERNS): value}
         elif key in ("target_modules", "exclude_modules", "layers_pattern"):
             value = rng.choice(PATTERNS)
             content |= {"layers_to_transform": [0, 1]} if key == "layers_pattern" else {}
-        elif key == "lora_alpha":
-            value = rng.choice([-1, 1]) * 10.0 ** rng.uniform(-12, 12)
-    if key == "image" and rng.random() < 0.5:
-        value = rng.choice(["/etc/passwd", "../../x.png", "heads", "bundle.json", "\0"])
     inside[key] = value
     if rng.random() < 0.2:
         inside.pop(key)
-    if file.name == GOLDEN and rng.random() < 0.1:
-        content = content * 2000
     file.write_text(json.dumps(content))
     return f"{'.'.join(map(str, way))} = {str(value)[:40]!r}"
 
 
 def _scaled(tensor, rng):
-    power = rng.uniform(-40, 40) if rng.random() < 0.5 else rng.uniform(0, 5)
+    power = rng.choice((rng.uniform(-40, 40), rng.uniform(0, 5)))
     return (tensor.double() * 10**power).to(tensor.dtype)
 
 
 def _spoilt(tensor, rng):
-    tensor = tensor.clone()
-    tensor.view(-1)[rng.randrange(tensor.numel())] = rng.choice(VALUES)
-    return tensor
-
-
-def _shaped(tensor, rng):
-    turned = tensor.t() if tensor.ndim < 3 else tensor
-    return rng.choice(
-        [turned, tensor[:0], tensor[:1], tensor.reshape(-1), tensor[None], tensor.sum()]
-    )
+    numbers = torch.arange(tensor.numel()).view_as(tensor)
+    return tensor.masked_fill(numbers == rng.randrange(tensor.numel()), rng.choice(VALUES))
 
 
 TENSORS = {
-    "scale": _scaled, "value": _spoilt, "shape": _shaped,
+    "scale": _scaled, "value": _spoilt,
+    "shape": lambda tensor, rng: rng.choice([
+        tensor.transpose(0, -1), tensor[:0], tensor[:1], tensor.flatten(), tensor[None],
+        tensor.sum()]),
     "dtype": lambda tensor, rng: tensor.to(rng.choice(DTYPES)),
     "zero": lambda tensor, rng: torch.zeros_like(tensor),
 }  # fmt: skip
 
 
 def tensors(file, rng):
-    """Weights of any size, type, shape and name, or other metadata."""
+    """Weights of any size, type, shape and name; a head's metadata stay."""
     with safe_open(file, "pt") as opened:
-        facts = dict(opened.metadata() or {})
+        facts = opened.metadata()
     found, said = load_file(file), []
-    if "format" not in facts and facts and rng.random() < 0.5:
-        key = rng.choice(sorted(facts))
-        facts[key] = rng.choice(FACTS)
-        said.append(f"{key} = {facts[key][:30]!r}")
-    for name in rng.sample(sorted(found), rng.choice([1, 1, 2, len(found)])) if not said else ():
+    for name in rng.sample(sorted(found), rng.choice([1, 1, 2, len(found)])):
         tensor, named = found.pop(name), name
         kind = rng.choice(["scale", "scale", *TENSORS, "name", "drop"])
         if kind == "name":
@@ -148,22 +120,10 @@ def changed(file, rng):
 
 def text(file, rng):
     """JSON that no reader should parse."""
-    whole = file.read_bytes()
-    texts = json_texts(rng, rng.choice((DEEP, 4 * DEEP))) | {
-        "a key twice": lambda: whole[:-1] + b', "r": 1}',
-        "a mark": lambda: b"\xef\xbb\xbf" + whole,
-        "deep": lambda: whole.replace(b": ", b': {"x":' * 200, 1),
-    }
+    texts = json_texts(rng.choice((DEEP, 4 * DEEP)))
     name = rng.choice(list(texts))
     file.write_bytes(texts[name]())
     return name
-
-
-class Code:
-    """A pickle that would leave a trace if it were read."""
-
-    def __reduce__(self):
-        return (os.system, ("touch pickle-was-run",))
 
 
 NODES = {
@@ -172,7 +132,6 @@ NODES = {
     "link": lambda file: file.symlink_to("/etc/passwd"),
     "device": lambda file: file.symlink_to("/dev/zero"),
     "circle": lambda file: file.symlink_to(file),
-    "pickle": lambda file: file.write_bytes(pickle.dumps(Code())),
     "sparse": lambda file: file.touch() or os.truncate(file, 40 << 30),
     "empty": lambda file: file.touch(),
     "gone": lambda file: None,
@@ -180,16 +139,14 @@ NODES = {
 
 
 def node(file, rng):
-    """Something else in a file's place, and perhaps a pickle beside it."""
+    """Something else in a file's place."""
     kind = rng.choice(list(NODES))
     file.unlink()
     NODES[kind](file)
-    if rng.random() < 0.3:
-        (file.parent / "adapter_model.bin").write_bytes(pickle.dumps(Code()))
     return kind
 
 
-KINDS = {".json": (json_value,) * 3 + (text, changed, node), ".png": (changed, node),
+KINDS = {".json": (json_value,) * 3 + (text, changed, node),
          ".safetensors": (tensors,) * 3 + (changed, node)}  # fmt: skip
 
 
@@ -209,12 +166,9 @@ def damage(folder, rng):
     return f"{file.name}: {change.__name__}", f"{file.relative_to(folder)}: {said}"
 
 
-# The case, and what others ask
-
-
-def make_case(tenants, rng):
-    """Damage an adapter or a bundle; returns its kind, what was done and what loads it."""
-    case, is_bundle = tenants.store / "case", rng.random() < 0.45
+def make_case(tenants, rng, bundles=0.45):
+    """Damage an adapter or, so often, a bundle; returns its kind, what was done, what loads it."""
+    case, is_bundle = tenants.store / "case", rng.random() < bundles
     shutil.rmtree(case, ignore_errors=True)
     shutil.copytree(tenants.store / ("more" if is_bundle else rng.choice(ALWAYS)), case)
     kind, what = damage(case, rng)
@@ -224,20 +178,19 @@ def make_case(tenants, rng):
 
 def load_and_ask(tenants, name, alone=()):
     """Load the case, ask it and others, and unload it."""
-    before = tenants.names()
+    before = tenants.server.names()
     answer = tenants.change(name, path="case")
     if answer.status_code == 200:
         models = answer.json()["models"]
         ask_beside(tenants, alone, models)
         bundles = {model["bundle"].partition("@")[0] for model in models if model["bundle"]}
-        ended = [tenants.post("unload_bundle", {"bundle_name": one}) for one in bundles]
+        ended = [tenants.server.post("unload_bundle", bundle_name=one) for one in bundles]
         for unloaded in ended or [tenants.change(name, load=False)]:
             assert unloaded.status_code == 200, unloaded.text
     else:
         assert 400 <= answer.status_code < 500, f"{answer.status_code}: {answer.text[:300]}"
         error_of(answer.text)
-    assert tenants.names() == before, f"models are {tenants.names()}, were {before}"
-    assert not (tenants.folder / "pickle-was-run").exists(), "a pickle was run"
+    assert tenants.server.names() == before, f"models are {tenants.server.names()}, were {before}"
     return "served" if answer.status_code == 200 else "refused"
 
 
@@ -249,7 +202,7 @@ def ask_beside(tenants, alone, models):
         if not model["head"]:
             path = "completions"
             body = {"model": model["id"], "prompt": "a street", "max_tokens": 6, "logprobs": 1}
-        answer = tenants.post(path, body)
+        answer = tenants.server.post(path, **body)
         if answer.status_code != 200:
             error_of(answer.text)
         assert not re.search(r"\bNaN\b|Infinity", answer.text), answer.text[:300]
@@ -263,31 +216,12 @@ def ask_beside(tenants, alone, models):
     together(asked + [partial(tenant, question) for question in alone])
 
 
-def add_golden(tenants):
-    """Give the bundle `more` golden examples: what it answers now."""
-    assert tenants.change(MORE[0]).status_code == 200
-    folder, examples = tenants.store / "more", []
-    (folder / "golden").mkdir()
-    for domain in MORE:
-        asked = next(one for one in tenants.questions if one.model == domain)
-        [found] = tenants.ask(asked)
-        expected = {key: found[key] for key in ("label", "confidence")}
-        if found["detections"] is not None:
-            expected = found["detections"]
-        file = f"golden/{domain}.png"
-        (folder / file).write_bytes(asked.image)
-        examples.append({"domain": domain, "image": file, "expected": expected})
-    assert tenants.change(MORE[0], load=False).status_code == 200
-    write_golden(folder, examples)
-
-
 @contextlib.contextmanager
 def running(folder):
     """A server with tenants; in one mode always, since others change the last bits."""
     tenants = Tenants(folder)
     with tenants.served("unmerge_only", "--log-level", "warning") as server:
         assert tenants.change("red").status_code == 200
-        add_golden(tenants)
         asked = {(one.model, bool(one.image)): one for one in tenants.questions}
         asked = [one for (model, _), one in asked.items() if model in ASKED]
         for question in asked:

@@ -3,7 +3,7 @@
 A fuzzer is a module with `running(folder)`: a context manager that starts a server and gives its
 process, and a function that makes a case of a random generator and the case's number: its kind,
 what was done, and a function that sends it, returns its outcomes and raises if a property does not
-hold. Meanwhile another process watches the server's memory and its `/health`.
+hold.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import http.client
 import importlib
 import json
 import math
-import multiprocessing
 import os
 import random
 import secrets
@@ -32,8 +31,6 @@ import psutil
 NICE = 10  # what senders' priority is lower by than that of the server and of who asks /health
 UNWELL = 60.0  # seconds that a failed /health counts as
 CASES = {"routes": 200, "media": 5000, "adapters": 500}
-KEY = "an-admin-key-of-32-characters-ok"
-HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
 class Report:
@@ -47,68 +44,52 @@ class Report:
         self.outcomes[kind].update([outcomes] if isinstance(outcomes, str) else outcomes)
         self.most[kind] = [*map(max, self.most.get(kind, found), found)]
 
-    def failed(self, text):
-        """Keep a failure, with what reproduces it."""
-        self.failures.append(text)
-        print(f"FAILED: {text}", file=sys.stderr, flush=True)
-
     def __str__(self):
-        lines = ["| kind | outcomes | slowest, s | memory, MB | `/health`, s |", "|---" * 5 + "|"]
-        for kind, outcomes in self.outcomes.items():
-            told = ", ".join(f"{name}: {n}" for name, n in sorted(outcomes.items()))
-            lines.append(
-                "| {} | {} | {:.2f} | {:.0f} | {:.3f} |".format(kind, told, *self.most[kind])
-            )
-        return "\n".join([*lines, f"\n{len(self.failures)} failures", *self.failures[:20]])
+        most = "at most {:.2f} s, {:.0f} MB, {:.3f} s of /health"
+        lines = [
+            f"{kind}: {dict(outcomes)}; {most.format(*self.most[kind])}"
+            for kind, outcomes in self.outcomes.items()
+        ]
+        return "\n".join([*lines, f"{len(self.failures)} failures", *self.failures[:20]])
 
 
 @contextlib.contextmanager
 def watched(server):
     """Gives what says the most MB above idle, and the slowest /health, since it was last asked.
 
-    Another process samples the server's memory every 10 ms, and asks for its health every 50 ms.
+    Threads sample the server's memory every 10 ms, and ask for its health every 50 ms.
     """
-    context = multiprocessing.get_context("spawn")
-    values = context.Array("d", 4)  # memory, most of it, slowest /health, times asked
-    over = context.Event()
-    arguments = (server.port, server.process.pid, values, over)
-    process = context.Process(target=_watch, args=arguments, daemon=True)
-    process.start()
-    while not values[3]:
-        time.sleep(0.05)
-    idle = values[0]
+    process, over = psutil.Process(server.process.pid), threading.Event()
+    idle, memory, health = _own_memory(process), [], []
+
+    def watch(pause, found, measure, *given):
+        while not over.wait(pause):
+            found.append(measure(*given))
 
     def taken():
-        found = {"memory": (values[1] - idle) / 2**20, "health": values[2]}
-        values[1], values[2] = idle, 0.0
-        return found
+        most = (max(memory, default=idle) - idle) / 2**20, max(health, default=0.0)
+        memory.clear()
+        health.clear()
+        return {"memory": most[0], "health": most[1]}
 
-    try:
-        yield taken
-    finally:
-        over.set()
-        process.join(35)
-
-
-def _watch(port, pid, values, over):
-    parent, server = os.getppid(), psutil.Process(pid)
-    threading.Thread(target=_watch_health, args=(port, values, over)).start()
-    while not over.wait(0.01) and os.getppid() == parent:
-        values[0] = _own_memory(server)
-        values[1] = max(values[1], values[0])
-    over.set()
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(watch, 0.01, memory, _own_memory, process)
+        pool.submit(watch, 0.05, health, _health, server.port)
+        try:
+            yield taken
+        finally:
+            over.set()
 
 
-def _watch_health(port, values, over):
-    while not over.wait(0.05):
-        began, took = time.perf_counter(), UNWELL
-        with contextlib.suppress(OSError, http.client.HTTPException):
-            link = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-            link.request("GET", "/health", headers={"connection": "close"})
-            if link.getresponse().status == 200:
-                took = time.perf_counter() - began
-        values[2] = max(values[2], took)
-        values[3] += 1
+def _health(port):
+    """Seconds until the server says that it is well."""
+    began = time.perf_counter()
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        link = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        link.request("GET", "/health", headers={"connection": "close"})
+        if link.getresponse().status == 200:
+            return time.perf_counter() - began
+    return UNWELL
 
 
 def _own_memory(server):
@@ -118,7 +99,7 @@ def _own_memory(server):
         with contextlib.suppress(psutil.Error):
             # One that was just forked still shares its parent's memory.
             own = one.cmdline()
-            found += [c for c in one.children() if c.cmdline() != own and c.pid != os.getpid()]
+            found += [c for c in one.children() if c.cmdline() != own]
             memory = one.memory_info()
             total += memory.rss - memory.shared
     return total
@@ -127,8 +108,8 @@ def _own_memory(server):
 def together(work):
     """Run functions at the same time in threads of lower priority; returns what they return."""
     own = os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICE  # the server has that of this process
-    behind = lambda: os.setpriority(os.PRIO_PROCESS, 0, own)  # noqa: E731 - of this thread
-    with ThreadPoolExecutor(len(work), initializer=behind) as pool:
+    behind = {"initializer": os.setpriority, "initargs": (os.PRIO_PROCESS, 0, own)}
+    with ThreadPoolExecutor(len(work), **behind) as pool:
         return [future.result() for future in [pool.submit(one) for one in work]]
 
 
@@ -140,11 +121,9 @@ def served(*arguments, cwd, seconds=120, unwanted="Traceback"):
     process = Process(*arguments, cwd=cwd).ready(300)
     try:
         yield process
+        status = process.end(seconds=seconds)
     finally:
-        try:
-            status = process.end(seconds=seconds)
-        finally:
-            process.end(signal.SIGKILL)
+        process.end(signal.SIGKILL)
     check_log(process, unwanted)
     assert status == 0, f"the server ended with status {status}"
 
@@ -175,19 +154,20 @@ def error_of(text, most=2000):
     return error
 
 
-def fuzz(part, cases, seed=0, only=(), minutes=0.0, **limits):
+def fuzz(part, cases, seed=0, only=(), minutes=math.inf, **limits):
     """Run a fuzzer's cases; returns the report. `limits` replace those of the module."""
     module, report = importlib.import_module(f"tests.fuzz.{part}"), Report()
-    most = module.LIMITS | limits
+    limits = module.LIMITS | limits
+    again = f"\n  again: python -m tests.fuzz {part} --seed {seed} --only"
     try:
         with (
             tempfile.TemporaryDirectory(prefix="fuzz-") as folder,
             module.running(Path(folder)) as (server, make),
             watched(server) as taken,
         ):
-            start = time.monotonic()
+            end, found = time.monotonic() + 60 * minutes, {"health": 0.0}
             for number in only or range(cases):
-                if minutes and time.monotonic() - start > 60 * minutes:
+                if time.monotonic() > end or found["health"] >= UNWELL:
                     break
                 kind, what, send = make(random.Random(f"{seed}/{number}"), number)
                 taken()
@@ -198,37 +178,35 @@ def fuzz(part, cases, seed=0, only=(), minutes=0.0, **limits):
                     wrong.append(f"{type(error).__name__}: {error}")
                 found = {"seconds": time.monotonic() - began, **taken()}
                 report.add(kind, outcomes, [*found.values()])
-                wrong += [f"{n} {v:.2f}" for n, v in found.items() if v > most.get(n, math.inf)]
-                for text in wrong:
-                    again = f"again: python -m tests.fuzz {part} --seed {seed} --only {number}"
-                    report.failed(f"{kind}, {what}: {text}\n  {again}")
-                if found["health"] >= UNWELL:
-                    break  # the server has ended
+                wrong += [f"{n} {v:.2f}" for n, v in found.items() if v > limits.get(n, math.inf)]
+                if wrong:
+                    report.failures.append(f"{kind}, {what}: {', '.join(wrong)}{again} {number}")
+                    print(f"FAILED: {report.failures[-1]}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print("stopped early", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - the server's status and log are checked at its end
-        report.failed(f"{type(error).__name__}: {error}")
+        report.failures.append(f"{type(error).__name__}: {error}")
     return report
 
 
-def main(arguments):
+def main():
     """Run a part, every fuzzer without one; returns 1 if a property does not hold."""
     parser = argparse.ArgumentParser("python -m tests.fuzz", description=__doc__)
     parser.add_argument("part", nargs="?", choices=[*CASES, "soak"])
     parser.add_argument("--cases", type=int, help="number of cases")
     parser.add_argument("--seed", type=int, help="seed of the cases; by default a new one")
     parser.add_argument("--only", type=int, nargs="*", default=(), help="numbers of the cases")
-    parser.add_argument("--minutes", type=float, default=0.0, help="start no case after these")
-    chosen = parser.parse_args(arguments)
+    parser.add_argument("--minutes", type=float, help="start no case after these")
+    chosen = parser.parse_args()
     seed = secrets.randbelow(2**31) if chosen.seed is None else chosen.seed
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     print(f"seed {seed}", flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what was counted is printed
-    reports = []
+    failures = 0
     for part in [chosen.part] if chosen.part else CASES:
-        minutes = chosen.minutes or (3.0 if part == "soak" else 0.0)
-        cases = chosen.cases or CASES.get(part, 10**6)
-        reports.append(fuzz(part, cases, seed, chosen.only, minutes))
-        print(f"\n{part}\n{reports[-1]}", flush=True)
-    return int(any(report.failures for report in reports))
+        minutes = chosen.minutes or (3.0 if part == "soak" else math.inf)
+        report = fuzz(part, chosen.cases or CASES.get(part, 10**6), seed, chosen.only, minutes)
+        print(f"\n{part}\n{report}", flush=True)
+        failures += len(report.failures)
+    return int(failures > 0)

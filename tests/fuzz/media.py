@@ -1,12 +1,7 @@
-"""Changed and forged images and videos, sent to a server: ``make fuzz ARGS="media --cases 5000"``.
-
-Each is sent in a chat request, so that it passes through fetching, decoding, the base model's
-image processor and the encoder. The answer must be a text or one clear sentence with status 400.
-"""
+"""Changed and forged images and videos in chat requests: a text or one sentence answers each."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import io
 import math
@@ -21,28 +16,18 @@ from PIL import Image
 
 from tests.fuzz import mutations
 from tests.fuzz.driver import error_of, served
-from tests.support.http_helpers import encoded
-from tests.support.media_files import drawing, images, inflating, png, scans, videos, with_chunk
+from tests.support.http_helpers import CHAT, data_url, encoded
+from tests.support.media_files import images, inflating, png, scans, videos, with_chunk
 from tests.support.videos import video_file
 
 LIMITS = {"seconds": 5.0, "memory": 300.0, "health": 1.0}
 
 
-# Changes
-
-
-def spliced(rng, content):
-    """Continue with a piece of another file."""
-    other = rng.choice(images() + videos())[1]
-    return content[: rng.randrange(8, len(content))] + other[rng.randrange(len(other)) :]
-
-
 def resized(rng, content):
     """Write another width and height wherever the file says them, with right checksums."""
-    try:
+    old = (64, 48)  # of all videos
+    with contextlib.suppress(Exception):  # also an image that was changed before
         old = Image.open(io.BytesIO(content)).size
-    except Exception:  # noqa: BLE001 - a video, or an image that was changed before
-        old = (64, 48)  # of all videos
     new = rng.choices([1, 7, 300, 4000, 5000, 8191, 16383, 39_999_999 // 5000, 65535], k=2)
     forms = [partial(struct.pack, form) for form in (">HH", "<HH", ">II", "<II")]
     # WebP with further chunks has them less one, in three bytes.
@@ -65,86 +50,69 @@ def _checksums(content):
     return bytes(found)
 
 
-CHANGES = (*mutations.CHANGES, spliced, resized)
-
-
-# Bombs
+CHANGES = (*mutations.CHANGES, resized)
 
 
 def _side(rng, low, high):
     return int(math.exp(rng.uniform(math.log(low), math.log(high + 1))))
 
 
-def extreme_png(rng):
-    """Return a small PNG of an extreme size, whole and valid."""
-    depth, colour = rng.choice(((1, 0), (8, 0), (8, 2), (8, 3), (16, 2), (16, 6), (16, 4)))
-    pixels = _side(rng, 10**5, 6 * 10**7)
-    short = _side(rng, 1, int(pixels**0.5))
-    width, height = short, pixels // short
-    if rng.random() < 0.5:
-        width, height = height, width
-    return "png", png(width, height, depth, colour, interlaced=bool(rng.random() < 0.3))
-
-
-def extreme_other(rng):
-    """Return a uniform image of an extreme size; a JPEG may be progressive and turned by EXIF."""
+def extreme_image(rng):
+    """An image of an extreme size, whole and valid; a JPEG may have thousands of scans."""
     form, mode, most = rng.choice((
+        ("PNG", (1, 0), 6 * 10**7), ("PNG", (8, 3), 6 * 10**7), ("PNG", (16, 6), 6 * 10**7),
         ("JPEG", "RGB", 65500), ("JPEG", "L", 65500), ("JPEG", "CMYK", 65500),
         ("WEBP", "RGBA", 16383), ("GIF", "P", 60000), ("BMP", "1", 60000),
     ))  # fmt: skip
     pixels = _side(rng, 10**5, 4 * 10**7)
     width = min(most, max(_side(rng, 1, pixels), pixels // most))
-    image = Image.new(mode, (width, max(1, min(most, pixels // width))))
-    more, exif = {}, image.getexif()
+    size = (width, max(1, min(most, pixels // width)))
+    if form == "PNG":
+        return "png", png(*size, *mode, interlaced=rng.random() < 0.3)
+    image, more = Image.new(mode, size), {}
     if form == "JPEG":
+        exif = image.getexif()
         exif[0x0112] = rng.randrange(1, 9)
         more = {"progressive": rng.random() < 0.5, "exif": exif}
-    return form.lower(), encoded(image, form, **more)
-
-
-def slow_jpeg(rng):
-    """Return a progressive JPEG of up to thousands of scans."""
-    side = rng.randrange(100, 3000)
-    content = encoded(drawing(side, side), "JPEG", progressive=True, quality=30)
-    return "jpeg", scans(content, rng.randrange(10, 2500))[: 20 * 2**20]
+    content = encoded(image, form, **more)
+    if more.get("progressive"):
+        content = scans(content, rng.choice((1, rng.randrange(10, 2500))))[: 20 * 2**20]
+    return form.lower(), content
 
 
 def text_bomb(rng):
-    """Return a PNG whose profile or texts inflate."""
+    """A PNG whose profile or texts inflate."""
     content = png(40, 30, 8, 2)
     for _ in range(rng.randrange(1, 60)):
-        kind = rng.choice((b"iCCP", b"zTXt", b"iTXt"))
-        size = rng.choice((10**5, 10**6, 10**7, 3 * 10**7))
+        kind, size = rng.choice((b"iCCP", b"zTXt", b"iTXt")), 3 * 10 ** rng.randrange(4, 8)
         content = with_chunk(content, kind, inflating(kind, size))
     return "png", content
 
 
 def many_frames(rng):
-    """Return an animation of many frames."""
-    form = rng.choice(("GIF", "PNG", "WEBP"))
-    count, side = rng.randrange(10, 400), rng.randrange(8, 200)
-    frames = [Image.new("L", (side, side), n % 251) for n in range(count)]
-    if form == "WEBP":
-        frames = [frame.convert("RGB") for frame in frames[:60]]
-    return form.lower(), encoded(
-        frames[0], form, save_all=True, append_images=frames[1:], duration=20
+    """An animation of many frames."""
+    form, count, side = (
+        rng.choice(("GIF", "PNG", "WEBP")),
+        rng.randrange(10, 400),
+        _side(rng, 8, 200),
     )
+    first, *rest = [Image.new("RGB", (side, side), (n % 251,) * 3) for n in range(count)]
+    return form.lower(), encoded(first, form, save_all=True, append_images=rest, duration=20)
 
 
 def large_video(rng):
-    """Return a video of an extreme size, length or rate."""
+    """A video of an extreme size, length or rate."""
     codec, suffix = rng.choice((("mpeg4", "mp4"), ("libx264", "mkv"), ("mjpeg", "avi")))
     options = rng.choice((
-        {"size": (3840, 2160), "count": 10}, {"size": (4096, 16), "count": 20},
-        {"size": (16, 4096), "count": 20}, {"size": (32, 32), "count": 1500},
-        {"size": (32, 32), "count": 30, "rate": 1000}, {"size": (6000, 4000), "count": 2},
+        {"size": (4096, 16), "count": 20}, {"size": (16, 4096), "count": 20, "rate": 1000},
+        {"size": (32, 32), "count": 1500}, {"size": (6000, 4000), "count": 2},
     ))  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"a.{suffix}"
         return suffix, video_file(path, codec=codec, **options).read_bytes()
 
 
-BOMBS = (extreme_png, extreme_other, extreme_other, slow_jpeg, text_bomb, many_frames, large_video)
+BOMBS = (extreme_image, extreme_image, text_bomb, many_frames, large_video)
 VIDEOS = ("mp4", "mov", "mkv", "webm", "avi")
 
 
@@ -165,15 +133,14 @@ def make_case(rng):
 def ask(client, form, content):
     """Send a chat request with a file; returns what became of it."""
     kind = "video" if form in VIDEOS else "image"
-    url = f"data:{kind}/{form};base64,{base64.b64encode(content).decode()}"
-    turn = [{"type": "text", "text": "?"}, {"type": f"{kind}_url", f"{kind}_url": {"url": url}}]
+    url = {"url": data_url(content, f"{kind}/{form}")}
+    turn = [{"type": "text", "text": "?"}, {"type": f"{kind}_url", f"{kind}_url": url}]
     body = {"messages": [{"role": "user", "content": turn}], "max_tokens": 1}
-    response = client.post("/v1/chat/completions", json=body)
-    answer = response.json()
+    response = client.post(CHAT, json=body)
     if response.status_code == 200:
-        assert answer["choices"][0]["message"] is not None
+        assert response.json()["choices"][0]["message"] is not None
         return "answered"
-    assert response.status_code == 400, f"status {response.status_code}: {answer}"
+    assert response.status_code == 400, f"status {response.status_code}: {response.text}"
     return f"refused: {error_of(response.text, 400)['code']}"
 
 

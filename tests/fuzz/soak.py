@@ -1,8 +1,7 @@
-"""Serves with faults, checks every answer, and looks for leaks at the end.
+"""Clients ask at once, in all their ways, while faults are injected: these are the cases.
 
-First everything is asked alone: these are the right answers. Then clients ask at once, in all ways
-that clients have, while faults are injected: these are the cases. Every answer must be the right
-one or a clear refusal. In the end nothing may be left: no pages, threads, open files or memory.
+Every answer must be the one that was given alone, or a clear refusal. In the end nothing may be
+left: no pages, threads, open files or memory.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import json
 import random
 import resource
-import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -32,17 +30,17 @@ LITTLE = (
 )  # fmt: skip
 GAP = 1e-3  # by how much a token must be likelier than the next one to be the same in any batch
 CLIENTS = 12
-KINDS = {"whole": 10, "stream": 8, "deadline": 3, "cancelled": 4, "gone": 4, "slow": 1}
+KINDS = {"whole": 10, "stream": 8, "cancelled": 4, "gone": 4, "slow": 1}
 HELD = ("pages that no model needs", "threads", "open files", "memory")
 UNHANDLED = "Task was destroyed|never retrieved|was never awaited|Exception in"
 
 
-class Soak:
-    """Clients of the tenants' server, and its faults; what came of each since the last fault."""
+class Soak(Tenants):
+    """Tenants that ask at once, and faults; what came of each since the last fault."""
 
-    def __init__(self, tenants):
-        self.tenants, self.draw = tenants, random.Random(2)
-        self.right, self.stop, self.draining = {}, False, False
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.draw, self.right, self.stop, self.draining = random.Random(2), {}, False, False
         self.outcomes, self.wrong = [], []
 
     def count(self, kind, outcome, wrong=None):
@@ -58,38 +56,40 @@ class Soak:
         assert not wrong, "; ".join(wrong)
         return found
 
-    def change(self, name, load):
+    def turn(self, name, load):
         """Load or unload an adapter or a bundle; what is served must fit the answer."""
-        before = name in self.tenants.names()
-        answer = self.tenants.change(name, load)
-        fits = (name in self.tenants.names()) is (load if answer.status_code == 200 else before)
+        before = name in self.server.names()
+        answer = self.change(name, load)
+        fits = (name in self.server.names()) is (load if answer.status_code == 200 else before)
         self.count("change", answer.status_code, None if fits else f"{name}: {answer.text}")
         return answer.status_code
 
+    def status(self):
+        with self.client() as client:
+            return client.get("/v1/status").json()
+
     def rest(self):
         """Wait until nothing runs and connections are closed; return what the process holds."""
-        for name in self.tenants.names() & {*SOMETIMES, "doomed", MORE[0]}:
-            self.change(name, load=False)
+        for name in self.server.names() & {*SOMETIMES, MORE[0]}:
+            self.turn(name, load=False)
         end = time.monotonic() + 60
-        while (state := self.tenants.get("/v1/status"))["running"] or state["waiting"]:
+        while (state := self.status())["running"] or state["waiting"]:
             assert time.monotonic() < end, f"requests are left after a minute: {state}"
             time.sleep(0.1)
         time.sleep(7)  # keep-alive connections end
-        process = psutil.Process(self.tenants.server.process.pid)
+        process = psutil.Process(self.server.process.pid)
         files = process.num_fds()  # before a connection is opened to ask
-        state = self.tenants.get("/v1/status")
+        state = self.status()
         pages = state["pages_total"] - state["pages_free"] - state["pages_adapters"]
         return pages, process.num_threads(), files, process.memory_info().rss
 
-    # Asking
-
     def learn(self):
         """Ask everything alone; return the answers that any batch must give."""
-        for name in {*ALWAYS, *SOMETIMES, MORE[0]} - self.tenants.names():
-            assert self.change(name, load=True) == 200
+        for name in {*ALWAYS, *SOMETIMES, MORE[0]} - self.server.names():
+            assert self.turn(name, load=True) == 200
         right = {}
-        for question in self.tenants.questions:
-            found, gaps = self.tenants.ask(question), []
+        for question in self.questions:
+            found, gaps = self.ask(question), []
             if question.text:
                 *found, likely = found
                 tops = [token["top_logprobs"] for token in likely["content"]]
@@ -106,34 +106,28 @@ class Soak:
 
     def judge_answer(self, kind, question, answer, allowed):
         """Judge an answer: the right one, or a clear refusal of a status that may be."""
-        status, clear = answer.status_code, False
-        if status == 200:
+        if (status := answer.status_code) == 200:
             found = content_of(answer)
             self.judge(kind, question, found[:2] if question.text else found)
-            return
-        with contextlib.suppress(ValueError, KeyError, TypeError, AssertionError):
-            clear = bool(error_of(answer.text))
-        clear &= status in allowed or (status == 503 and self.draining)
-        self.count(kind, status, None if clear else answer.text)
+        else:
+            clear = status in allowed or (status == 503 and self.draining)
+            self.count(kind, status, None if clear and error_of(answer.text) else answer.text)
 
-    def ask(self, client, kind):
+    def ask_as(self, client, kind):
         """Ask one question as a kind of client does."""
-        question, allowed, more = self.draw.choice(list(self.right)), {429}, {}
-        request = partial(question.request, self.tenants.model)
+        question, allowed = self.draw.choice(list(self.right)), {429}
         if question.model in {*SOMETIMES, *MORE}:
             allowed |= {404, 400, 409}
-        if kind == "deadline":
-            more, allowed = {"deadline": self.draw.choice((0.001, 0.02, 0.2, 5.0))}, allowed | {504}
-        if not question.text or kind in ("whole", "deadline"):
-            path, body = request(**({"valora": more} if question.text and more else more))
+        if not question.text or kind == "whole":
+            path, body = question.request()
             self.judge_answer(kind, question, client.post(path, **body), allowed)
         elif kind == "cancelled":  # hangs up before the answer
-            path, body = request(ignore_eos=True, max_tokens=400)
+            path, body = question.request(ignore_eos=True, max_tokens=400)
             with contextlib.suppress(httpx.TimeoutException):
                 client.post(path, **body, timeout=self.draw.choice((0.01, 0.05, 0.3)))
             self.count(kind, "hung up")
         else:
-            path, body = request(stream=True)
+            path, body = question.request(stream=True)
             with client.stream("POST", path, **body) as response:
                 if response.status_code == 200:
                     self.read(kind, question, response.iter_lines())
@@ -165,56 +159,34 @@ class Soak:
         fits = kind == "gone" and self.right[question][0].startswith(text)
         self.count(kind, "left", None if fits else f"a stream ended after {text!r}")
 
-    def client(self, number):
-        """A client: one request after the other, of all kinds."""
+    def keep_asking(self, number):
+        """A client: one request after the other, of all kinds, each on a connection of its own."""
         draw = random.Random(number)
         while not self.stop:
-            # A connection of its own each time: some must be closed in the middle.
-            with self.tenants.client() as client:
-                for kind in draw.choices(list(KINDS), list(KINDS.values()), k=draw.randrange(1, 6)):
-                    if self.stop:
-                        return
-                    try:
-                        self.ask(client, kind)
-                    except (httpx.TransportError, ConnectionError) as error:
-                        self.count(kind, type(error).__name__, not self.draining and repr(error))
-                        time.sleep(0.1)
-                    if kind == "cancelled":
-                        break  # the server may close the connection
-
-    # Faults
+            [kind] = draw.choices(list(KINDS), list(KINDS.values()))
+            try:
+                with self.client() as client:
+                    self.ask_as(client, kind)
+            except (httpx.TransportError, ConnectionError) as error:
+                self.count(kind, type(error).__name__, not self.draining and repr(error))
+                time.sleep(0.1)
 
     def turn_over(self, rng):
         """Load or unload something that is asked for; a busy one answers 409 and stays."""
         name = rng.choice((*SOMETIMES, MORE[0]))
-        self.change(name, load=name not in self.tenants.names())
+        self.turn(name, load=name not in self.server.names())
 
     def diverged(self, rng):
         """Load what no answer can be expected of."""
-        _, what, load = adapters.make_case(self.tenants, rng)
+        _, what, load = adapters.make_case(self, rng, bundles=0)  # clients ask that one
         try:
             self.count("diverged", load())
         except AssertionError as error:
             self.count("diverged", what, error)
 
-    def deleted(self, rng):
-        """Delete the folder of an adapter that is served; others must not notice."""
-        store = self.tenants.store
-        shutil.copytree(store / "green", store / "doomed", dirs_exist_ok=True)
-        self.change("doomed", load=True)
-        shutil.rmtree(store / "doomed")
-        question = rng.choice([one for one in self.right if one.model == "green"])
-        path, body = question.request("", model="doomed")
-        answer = self.tenants.http.post(path, **body)
-        self.judge_answer("deleted", question, answer, {400, 404, 409, 429, 500, 503})
-        for _ in range(100):
-            if self.change("doomed", load=False) != 409:
-                break
-            time.sleep(0.1)
-
     def full_disk(self, rng):
         """Fill the disk, as far as the server can tell: no file may grow beyond a few bytes."""
-        pid = self.tenants.server.process.pid
+        pid = self.server.process.pid
         before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (16, before[1]))
         try:
@@ -226,8 +198,7 @@ class Soak:
 
     def case(self, rng, number):
         """A fault, while clients ask."""
-        others = (self.diverged, self.deleted, self.full_disk)
-        fault = self.turn_over if number % 2 else others[number // 2 % 3]
+        fault = (self.diverged, self.turn_over, self.full_disk, self.turn_over)[number % 4]
 
         def send():
             fault(rng)
@@ -240,7 +211,7 @@ class Soak:
     def crowd(self):
         """Clients that ask all the time; begins with every fault."""
         self.stop = self.draining = False
-        clients = [partial(self.client, number) for number in range(CLIENTS)]
+        clients = [partial(self.keep_asking, number) for number in range(CLIENTS)]
         with ThreadPoolExecutor(1) as pool:
             asking = pool.submit(together, clients)
             try:
@@ -256,17 +227,15 @@ class Soak:
 @contextlib.contextmanager
 def running(folder):
     """A server that is ended under load and started again, with clients that ask."""
-    tenants = Tenants(folder)
-    soak = Soak(tenants)
-    with tenants.served("cost", *LITTLE, seconds=60, unwanted=UNHANDLED) as server:
+    soak = Soak(folder)
+    with soak.served("cost", *LITTLE, seconds=60, unwanted=UNHANDLED) as server:
         soak.right = soak.learn()
-        print(f"{len(soak.right)} answers beyond doubt; faults from now on", flush=True)
         with soak.crowd():
-            names, soak.draining = tenants.names(), True
+            names, soak.draining = soak.server.names(), True
             server.end()
     # A task that is left would make it wait for the whole drain.
-    with tenants.served("valora", *LITTLE, seconds=20, unwanted=UNHANDLED) as server:
-        assert tenants.names() == names, f"served before {names}, now {tenants.names()}"
+    with soak.served("valora", *LITTLE, seconds=20, unwanted=UNHANDLED) as server:
+        assert soak.server.names() == names, f"served before {names}, now {soak.server.names()}"
         with soak.crowd():
             pass
         before = soak.rest()
@@ -275,7 +244,6 @@ def running(folder):
         # Workers of the server's pool start when they are first needed.
         slack = (0, WORKERS, 0, max(32 << 20, before[3] // 20))
         for name, one, two, more in zip(HELD, before, soak.rest(), slack, strict=True):
-            print(f"{name}, idle: {one}, in the end {two}")
             assert two - one <= more, f"LEAK: {name}: {one}, in the end {two}"
         # Once more, alone, on a server that has seen it all.
         for question, found in soak.learn().items():

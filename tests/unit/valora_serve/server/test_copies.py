@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.fuzz.media import scans
 from tests.support.cases import others_slow
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import CHAT, chat, data_url, encoded, serving, until
+from tests.support.media_files import scans
 from valora_serve.server.gather import AT_ONCE, gathered
 
 LONG = {"max_tokens": 100_000, "ignore_eos": True}

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.fuzz.media import images, png, scans, videos
 from tests.support.http_helpers import data_url, encoded, picture
 from tests.support.http_helpers import read_media as read
+from tests.support.media_files import images, png, scans, videos
 from tests.support.videos import video_file
 from valora_data.images import decode_image as trained_on
 from valora_serve.errors import ImageError, ServeError

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.fuzz.media import scans
 from tests.support.cases import others_slow
 from tests.support.http_helpers import encoded, picture, until
+from tests.support.media_files import scans
 from valora_serve.errors import ImageError, OverloadedError, ServeError
 from valora_serve.server.media import decode
 from valora_serve.server.media.decode import Limits

@@ -6,10 +6,10 @@ import base64
 import pytest
 from PIL import Image
 
-from tests.fuzz.media import scans
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import begin, chat, data_url, encoded, picture, serving, until
 from tests.support.http_helpers import read_media as read
+from tests.support.media_files import scans
 from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.media.urls import MediaUrl

@@ -116,7 +116,7 @@ def _bytes(settings: EngineSettings, bundles: Sequence[Path]) -> float:
     from safetensors import safe_open
     from transformers import AutoConfig
 
-    from valora_serve.engine.sizing import LEAST_PAGES, beside_weights  # imports torch
+    from valora_serve.engine.sizing import MIN_PAGES, beside_weights  # imports torch
 
     folder = Path(base_folder(settings.base))
     if not folder.is_dir():
@@ -138,6 +138,6 @@ def _bytes(settings: EngineSettings, bundles: Sequence[Path]) -> float:
     if Mode.MERGED in POLICIES[settings.policy].modes and settings.quantize not in UNMERGEABLE:
         weights += linears  # the copy that merging keeps
     page = 2 * text.num_hidden_layers * settings.block_size * kept
-    beside = (settings.pages or LEAST_PAGES) * page
+    beside = (settings.pages or MIN_PAGES) * page
     beside += beside_weights(settings, text.hidden_size, text.vocab_size)
     return float(weights / settings.tensor_parallel + beside)

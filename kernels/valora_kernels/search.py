@@ -43,7 +43,7 @@ ROWS_BETWEEN = (48, 96, 192, 384, 768, 1536, 3072, 6144)
 ADAPTERS_BETWEEN = (2, 8, 32)
 """Sizes between those of the full search; only their neighbours' fastest tilings are tried."""
 RANKS = (16, 32, 64, 128)
-MOST_RANK = 256  # largest rank that adapters are served with
+MAX_RANK = 256  # largest rank that adapters are served with
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 PRESETS = {
@@ -261,7 +261,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shape", action="extend", type=_shape, dest="widths", metavar="SHAPE",
         help="in:out[,out…] of projections that share x")  # fmt: skip
     add("--ranks", type=int, nargs="+", default=list(RANKS), help="largest ranks",
-        choices=[1 << n for n in range(4, MOST_RANK.bit_length())])  # fmt: skip
+        choices=[1 << n for n in range(4, MAX_RANK.bit_length())])  # fmt: skip
     add("--output", type=Path, help="table to write; by default the package's own for this GPU")
     add("--again", action="store_true", help="measure the shapes that the table has already, too")
     add("--compilers", type=int, default=max(1, multiprocessing.cpu_count() - 1),

@@ -42,9 +42,9 @@ NEAR = 6
 
 FINALISTS = 3  # tilings that are timed again, longer and in turns
 
-LEAST = 32  # fewest input and output columns of a tile that is made smaller
+MIN_COLUMNS = 32  # fewest input and output columns of a tile that is made smaller
 
-COLD_BYTES, MOST_SETS = 96 << 20, 96
+COLD_BYTES, MAX_SETS = 96 << 20, 96
 """Bytes and number of inputs, between which calls alternate: twice the cache of most GPUs."""
 
 STOP_SECONDS = 5.0  # most seconds for the compiling process to end when it is told to
@@ -215,7 +215,7 @@ class Tuner:
         self, group: ProjectionGroup, case: Case, tilings: Sequence[Tiling], repeats: int = 3
     ) -> dict[Tiling, float]:
         if self._work is None:
-            options = {"device": str(self._device), "cold": COLD_BYTES, "most": MOST_SETS}
+            options = {"device": str(self._device), "cold": COLD_BYTES, "most": MAX_SETS}
             self._work = workload(group, case, **options)
         work = self._work
         calls = {str(t): [call_of(ALL, t, work, one) for one in work.sets] for t in tilings}
@@ -238,19 +238,19 @@ def _fitted(tiling: Tiling, shape: Shape, gpu: Gpu) -> Tiling | None:
     while not fits(tiling, shape, gpu):
         if tiling.stages > 2:
             tiling = replace(tiling, stages=2, expand_stages=2)
-        elif tiling.inputs > LEAST:
+        elif tiling.inputs > MIN_COLUMNS:
             tiling = replace(tiling, inputs=tiling.inputs // 2)
-        elif tiling.outputs > LEAST:
+        elif tiling.outputs > MIN_COLUMNS:
             tiling = replace(tiling, outputs=tiling.outputs // 2)
         else:
             return None
     return tiling
 
 
-def cases(most_rows: int, most_adapters: int, gpu: Gpu) -> list[Case]:
+def cases(max_rows: int, max_adapters: int, gpu: Gpu) -> list[Case]:
     """Batches to measure, of up to so many rows and adapters."""
-    rows = [count for count in ROWS if count <= most_rows]
-    found = [case for case in cases_of(rows, ADAPTERS) if case.adapters <= most_adapters]
+    rows = [count for count in ROWS if count <= max_rows]
+    found = [case for case in cases_of(rows, ADAPTERS) if case.adapters <= max_adapters]
     # Fewer adapters look these up, too: see `ProjectionGroup.shape`.
     return found + first_cases(rows, gpu)
 

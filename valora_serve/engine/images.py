@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 class ImageEncoder:
     """Encodes images, with an LRU cache by image, the adapter's vision weights and the tenant."""
 
-    def __init__(self, runner: ModelRunner, adapters: AdapterMemory, most_bytes: int) -> None:
+    def __init__(self, runner: ModelRunner, adapters: AdapterMemory, max_bytes: int) -> None:
         self.queries = self.hits = self.encoded = self.held_bytes = 0
-        self._runner, self._adapters, self._most = runner, adapters, most_bytes
+        self._runner, self._adapters, self._max_bytes = runner, adapters, max_bytes
         self._kept: OrderedDict[bytes, VisualFeatures] = OrderedDict()
 
     def encode(
@@ -114,14 +114,14 @@ class ImageEncoder:
 
     def _keep(self, key: bytes, features: VisualFeatures) -> None:
         size = features.bytes
-        if size > self._most:
+        if size > self._max_bytes:
             return
         features = features.alone()
         if (old := self._kept.pop(key, None)) is not None:
             self.held_bytes -= old.bytes
         self._kept[key] = features
         self.held_bytes += size
-        while self.held_bytes > self._most:
+        while self.held_bytes > self._max_bytes:
             _, old = self._kept.popitem(last=False)
             self.held_bytes -= old.bytes
 

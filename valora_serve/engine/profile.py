@@ -194,11 +194,11 @@ def _steps(engine: Engine) -> Iterator[Step]:
         if mergeable := _mergeable(engine):
             mixes.append((Mode.MIXTURE, mergeable[0], most))
     settings, cuda = engine.settings, engine.device.type == "cuda"
-    most_rows = min(settings.max_requests, settings.max_tokens)
+    max_rows = min(settings.max_requests, settings.max_tokens)
     for mode, merged, distinct in mixes:
         for context in CONTEXTS if cuda else FEW_CONTEXTS:
             for rows in DECODE_ROWS if cuda else FEW_ROWS:
-                if rows <= most_rows and context + 1 < engine.context_length:
+                if rows <= max_rows and context + 1 < engine.context_length:
                     yield from _shape(engine, mode, merged, distinct, [(context, 1)] * rows)
         for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
             if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):

@@ -19,7 +19,7 @@ SWIFT, BY_MATRIX = SWITCHES = ("swift", "by_matrix")
 
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-MOST_RANK = 1024  # largest rank that room may be kept for: buffers grow with it
+MAX_RANK = 1024  # largest rank that room may be kept for: buffers grow with it
 SHARED = ("none", "key", "adapter")  # what shares of the machine can be kept for
 
 
@@ -140,8 +140,8 @@ class EngineSettings:
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ValueError(f"{name}: expected at least {low}, got {value}")
-        if self.max_rank > MOST_RANK:
-            raise ValueError(f"max_rank: expected at most {MOST_RANK}, got {self.max_rank}")
+        if self.max_rank > MAX_RANK:
+            raise ValueError(f"max_rank: expected at most {MAX_RANK}, got {self.max_rank}")
         choices = {
             "dtype": DTYPES, "quantize": QUANTIZATIONS, "capture": CAPTURES, "operator": OPERATORS,
             "lora_parallel": LORA_PARALLEL, "share_by": SHARED, "switch": SWITCHES,

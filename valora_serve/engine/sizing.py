@@ -36,7 +36,7 @@ LOGITS = 32  # bytes of sampling for each row and token of the vocabulary: logit
 
 GRAPHS = 1 << 30  # bytes for what CUDA graphs and the attention library take whatever the model
 
-LEAST_PAGES = 16  # fewest pages on a GPU that an engine starts with
+MIN_PAGES = 16  # fewest pages on a GPU that an engine starts with
 
 HOST_THREADS = 6  # most threads of torch's operators on the host where a GPU computes the steps
 
@@ -145,7 +145,7 @@ def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, merge
     beside = beside_weights(settings, lmm.width, lmm.vocabulary)
     left = total * settings.memory - (total - free) - pristine - beside
     pages = int(left // (page.elements * item))
-    if pages < LEAST_PAGES:
+    if pages < MIN_PAGES:
         copy, other = "", ""
         if pristine:
             copy = f" and the copy of its weights that merging needs ({pristine >> 20} MiB)"

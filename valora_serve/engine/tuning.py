@@ -37,15 +37,15 @@ class Tuning:
         runner: ModelRunner,
         *,
         terms: Sequence[int],
-        most_rows: int,
-        most_adapters: int,
+        max_rows: int,
+        max_adapters: int,
     ) -> None:
         self.adopted = 0  # how often steps have begun to choose from new measurements
         # Number of shapes that are measured, and of those that are or will be.
         self.progress = (0, 0)
         self.tuner, self._file, self._linears, self._runner = tuner, file, linears, runner
         self._terms = [count for count in terms if count]
-        self._cases = cases(most_rows, most_adapters, tuner.table.gpu)
+        self._cases = cases(max_rows, max_adapters, tuner.table.gpu)
         self._used = tuner.table  # by steps
         self._renewed: set[Preparation] = set()
         self._writable = True
@@ -148,6 +148,6 @@ def make_tuning(
         linears,
         runner,
         terms=terms,
-        most_rows=settings.max_tokens,
-        most_adapters=settings.max_adapters,
+        max_rows=settings.max_tokens,
+        max_adapters=settings.max_adapters,
     )

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-MOST_PENDING = 32  # tokens without text, or with unfinished bytes, that are decoded together
+MAX_PENDING = 32  # tokens without text, or with unfinished bytes, that are decoded together
 
 
 class Detokenizer:
@@ -57,7 +57,7 @@ class Detokenizer:
             self._stream = self._new_stream()
             text = self._stream.step(self._backend, self._pending)
         if text is None:
-            return self._cut() if len(self._pending) >= MOST_PENDING else ""
+            return self._cut() if len(self._pending) >= MAX_PENDING else ""
         self._said, self._pending = self._pending, []
         return self._up_to_stop(text)
 

@@ -288,7 +288,7 @@ class PromptGraphs(Graphs[PromptGraph]):
     def sequences_of(self, rows: int) -> int:
         """Most sequences of a graph of so many rows."""
         backend = self._resources.backend
-        return min(rows, self._resources.max_requests, backend.most_mixed)
+        return min(rows, self._resources.max_requests, backend.max_mixed)
 
     def _capture(self, size: int, terms: int) -> PromptGraph | None:
         resources, backend, lmm = self._resources, self._resources.backend, self._resources.lmm

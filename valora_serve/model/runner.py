@@ -57,7 +57,7 @@ from valora_serve.model.work import (
 
 log = logging.getLogger(__name__)
 
-MOST_THREADS = 16  # that compile kernels together
+MAX_THREADS = 16  # that compile kernels together
 SCORED_ROWS = 256  # of a prompt whose logits are in memory at a time: 150 MB for 150,000 tokens
 
 
@@ -392,7 +392,7 @@ class ModelRunner:
         threads = usable_cores()
         if self._device.type == "cuda" and threads > 1:
             try:
-                with compiling_together(min(threads, MOST_THREADS)):
+                with compiling_together(min(threads, MAX_THREADS)):
                     self.run_linears(wanted)
             except Exception:
                 log.warning("kernels are compiled one after the other", exc_info=True)

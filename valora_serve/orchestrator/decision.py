@@ -136,7 +136,7 @@ class Decision:
     until: float = 0.0
 
 
-MOST_SHARE = 1e6
+MAX_SHARE = 1e6
 """Largest share of a client, and the inverse of the smallest: beyond it, the tokens of others would
 be lost among the digits of its counter."""
 
@@ -189,9 +189,9 @@ class PolicySettings:
         for client, share in self.shares.items():
             if not 0 < share < math.inf:
                 raise SettingsError(f"shares: expected more than 0 for {client}, got {share}")
-            if not 1 / MOST_SHARE <= share <= MOST_SHARE:
+            if not 1 / MAX_SHARE <= share <= MAX_SHARE:
                 raise SettingsError(
-                    f"shares: expected at least {1 / MOST_SHARE:g} and at most {MOST_SHARE:g} for "
+                    f"shares: expected at least {1 / MAX_SHARE:g} and at most {MAX_SHARE:g} for "
                     f"{client}, got {share:g}"
                 )
 

@@ -16,7 +16,7 @@ from valora_serve.orchestrator.decision import RequestView
 
 PROMPT_WEIGHT, ANSWER_WEIGHT = 1.0, 2.0
 """What a token of a prompt and of an answer count (w_p and w_q of the paper)."""
-MOST_CLIENTS = 4096  # clients whose counters are kept although they ask for nothing
+MAX_CLIENTS = 4096  # clients whose counters are kept although they ask for nothing
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class FairShares:
             least = min(self.counters.get(client, 0.0) for client in active)
             self._level = max(self._level, least)
         self._queued = now
-        if len(self.counters) > MOST_CLIENTS + len(now):
+        if len(self.counters) > MAX_CLIENTS + len(now):
             # Whoever is below the level would be lifted to it anyway.
             self.counters = {
                 client: counter

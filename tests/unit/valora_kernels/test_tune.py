@@ -32,7 +32,7 @@ LIKE = TilingTable(
 
 @pytest.fixture
 def few_inputs(monkeypatch):
-    monkeypatch.setattr("valora_kernels.tune.MOST_SETS", 2)
+    monkeypatch.setattr("valora_kernels.tune.MAX_SETS", 2)
 
 
 class Compiled:
@@ -126,12 +126,12 @@ def test_candidates_are_few_and_fit(rank):
     assert default_tiling(shape) in candidates(H200, like, shape)
 
 
-@pytest.mark.parametrize("most_adapters", [1, 2])
-def test_few_adapters_have_tilings_of_their_own_where_lora_comes_first(most_adapters):
+@pytest.mark.parametrize("max_adapters", [1, 2])
+def test_few_adapters_have_tilings_of_their_own_where_lora_comes_first(max_adapters):
     """Look-up then asks for as many adapters as have `ROWS_TOGETHER` rows each."""
-    measured = {GROUP.shape(*case) for case in cases(4096, most_adapters, SMALL)}
+    measured = {GROUP.shape(*case) for case in cases(4096, max_adapters, SMALL)}
     for rows in (256, 1024, 4096):
-        assert GROUP.shape(rows, most_adapters, True) in measured
+        assert GROUP.shape(rows, max_adapters, True) in measured
 
 
 @pytest.mark.slow

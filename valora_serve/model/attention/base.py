@@ -111,15 +111,15 @@ class FixedAttentionPlan(AttentionPlan, Protocol):
         """Describe the next step; copies are enqueued, and nothing waits for the device."""
 
 
-def check_room(rows: Rows, pages: int, sequences: int, most: int, most_pages: int) -> None:
+def check_room(rows: Rows, pages: int, sequences: int, most: int, max_pages: int) -> None:
     """Check that a fixed plan of so many sequences, rows and pages has room for a step."""
     held, used = len(rows.lengths), int(rows.starts[-1])
     if held > sequences or used > most:
         raise ValueError(
             f"plan: expected at most {sequences} sequences of {most} rows, got {held} of {used}"
         )
-    if pages > most_pages:
-        raise ValueError(f"plan: expected at most {most_pages} pages, got {pages}")
+    if pages > max_pages:
+        raise ValueError(f"plan: expected at most {max_pages} pages, got {pages}")
 
 
 class AttentionBackend(ABC):
@@ -131,7 +131,7 @@ class AttentionBackend(ABC):
     # graphs; None if requests wait for this one, as for one that was named.
     stand_in: str | None = None
     gpu_only: ClassVar[bool] = False  # whether it works on a CUDA GPU alone
-    most_mixed: int = 256  # sequences for which `mixed_plan` is asked
+    max_mixed: int = 256  # sequences for which `mixed_plan` is asked
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache

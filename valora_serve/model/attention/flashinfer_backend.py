@@ -81,7 +81,7 @@ class FlashInferBackend(AttentionBackend):
         self._mixed_decodes: dict[int, tuple[Wrapper, Tokens]] = {}
         self._triton: TritonBackend | None = None
         if self._hopper:  # elsewhere FlashAttention 2 keeps 128 rows of each: 2 MB with 32 heads
-            self.most_mixed = 512
+            self.max_mixed = 512
 
     @classmethod
     def unsuitable(cls, cache: KVCache) -> str | None:

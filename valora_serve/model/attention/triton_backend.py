@@ -24,7 +24,7 @@ from valora_serve.model.attention.base import (
 LOG2E = log2(np.e)
 
 PROGRAMS_PER_PROCESSOR = 2  # of a decode step, by which its sequences are split
-MOST_SPLITS = 32  # programs that share the tokens of a sequence
+MAX_SPLITS = 32  # programs that share the tokens of a sequence
 
 
 class TritonBackend(AttentionBackend):
@@ -90,7 +90,7 @@ class Tiling:
     def splits(self, sequences: int) -> int:
         """Programs that share the tokens of a sequence in a decode step; a power of two."""
         wanted = PROGRAMS_PER_PROCESSOR * self._processors
-        return min(power_of_two(-(-wanted // (sequences * self._kv_heads))), MOST_SPLITS)
+        return min(power_of_two(-(-wanted // (sequences * self._kv_heads))), MAX_SPLITS)
 
     def options(self, room: int) -> dict[str, int]:
         """Warps and stages of a launch whose tiles have so much room."""

@@ -38,7 +38,7 @@ def router(context: ServerContext) -> APIRouter:
     """Route of the completions endpoint."""
     routes = APIRouter(tags=["OpenAI"])
     # Texts only, of which JSON escapes take six bytes per character, or tokens.
-    most_bytes = 2**20 + 6 * context.settings.max_prompt_chars
+    max_bytes = 2**20 + 6 * context.settings.max_prompt_chars
 
     @routes.post(
         "/v1/completions",
@@ -46,7 +46,7 @@ def router(context: ServerContext) -> APIRouter:
         responses=common.STREAMED,
         summary="Complete a text",
     )
-    @allow(Access.KEYED, max_body_bytes=most_bytes)
+    @allow(Access.KEYED, max_body_bytes=max_bytes)
     async def completions(request: Request, body: schema.CompletionRequest) -> Response:
         completion = await _begin(context, request, body)
         return await common.respond(request, completion, stream=body.stream)

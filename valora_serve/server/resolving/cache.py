@@ -78,9 +78,10 @@ class AdapterCache:
     """Fetched adapters by name, one version of each; may be used from any thread."""
 
     def __init__(
-        self, folder: Path, most_bytes: int, adapter_bytes: int, keep: Callable[[str], bool]
+        self, folder: Path, max_bytes: int, adapter_bytes: int, keep: Callable[[str], bool]
     ) -> None:
-        self._folder, self._most, self._adapter_bytes = folder.absolute(), most_bytes, adapter_bytes
+        self._folder, self._max_bytes = folder.absolute(), max_bytes
+        self._adapter_bytes = adapter_bytes
         self._keep = keep
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
@@ -223,7 +224,7 @@ class AdapterCache:
             idle = [one for one in self._entries if one != name and not self._keep(one)]
             idle += [name] if name in self._entries else []
             freed = sum(self._entries[one].bytes for one in idle)
-            if self._held() + room - freed > self._most:
+            if self._held() + room - freed > self._max_bytes:
                 raise errors.OverloadedError(
                     f"Adapter {name} does not fit into the adapter cache beside those in use: try "
                     "again in 5 s, or have --adapter-cache-bytes raised",
@@ -231,7 +232,7 @@ class AdapterCache:
                 )
             self._reserved += room
             for other in idle:
-                if self._held() <= self._most:
+                if self._held() <= self._max_bytes:
                     break
                 self._delete(other)
 
@@ -256,7 +257,7 @@ class AdapterCache:
             else:
                 self._entries[entry.name] = entry
         for name in tuple(self._entries):
-            if self._held() > self._most:
+            if self._held() > self._max_bytes:
                 self._delete(name)
 
 

@@ -46,7 +46,7 @@ REST = [Preparation(DECODE, 2, 0), Preparation(PROMPT, 128, 0), Preparation(KERN
 def apart(monkeypatch):
     """No other test sees these tables; plain torch has fixed buffers for decode steps, too."""
     monkeypatch.setattr(lookup, "_tables", {})
-    monkeypatch.setattr("valora_kernels.tune.MOST_SETS", 2)
+    monkeypatch.setattr("valora_kernels.tune.MAX_SETS", 2)
     monkeypatch.setattr(TorchBackend, "decode_plan", lambda self, _: TorchMixedPlan(self._cache))
     yield
     lookup.choose.cache_clear()
@@ -323,7 +323,7 @@ def tunable(base, adapters, tmp_path):
         tuner = Tuner(read_table(file, gpu_of(CPU)), like, Compiled(), CPU, clock)
         engine.tuning = Tuning(
             tuner, file, engine.lmm.linears, engine.runner,
-            terms=[0, 1], most_rows=64, most_adapters=2,
+            terms=[0, 1], max_rows=64, max_adapters=2,
         )  # fmt: skip
         return engine
 

@@ -69,15 +69,15 @@ def hostile(rng):
         "headers of a part": b"--b\r\n" + b"a: b\r\n" * many,
         "a part without end": part + b"\r\n" * many,
     }  # fmt: skip
-    likely = {"top_logprobs": 20, "include": ["message.output_text.logprobs"]}
     url_form = {"content-type": "application/x-www-form-urlencoded"}
     return {
         **{name: (CHAT, JSON, body) for name, body in chats.items()},
         **{name: (COMPLETIONS, JSON, body) for name, body in prompts.items()},
         **{name: (VISION, FORM, body) for name, body in forms.items()},
         **{name: (path, JSON, make) for name, make in json_texts(many).items()},
-        "log probabilities of a response": (
-            "/v1/responses", JSON, {"input": "a", "max_output_tokens": 400, **likely}),
+        "log probabilities of a response": ("/v1/responses", JSON, {
+            "input": "a", "max_output_tokens": 400, "top_logprobs": 20,
+            "include": ["message.output_text.logprobs"]}),
         "too large": (path, JSON, b" " * (70 * 2**20)),
         "a form in JSON's place": (path, url_form, b"a=1&" * many),
         "compressed": (path, JSON | {"content-encoding": "gzip"}, rng.randbytes(many)),

@@ -68,7 +68,7 @@ FIGURES = {
     "four-bits": Figure("tests.bench.valora_train.bench_fuse --limit 16", 1),
     "ways": Figure(
         "tests.bench.valora_train.bench_compare --strategies paper rehearsal affinity "
-        "--shares 0.97 --ewc 100 -- task=detection model.device=cuda",
+        "--shares 0.97 --ewc 100 --processes 6 -- task=detection model.device=cuda",
         1,
     ),
     "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel --ways one slora replicate_a", 2),
@@ -98,7 +98,9 @@ FIGURES = {
         f"memory_tokens_adapter prefix -- {DOCUMENTS}"
     ),
     "contexts-paper": Figure(
-        f"{CONTEXTS} --methods paper paper_no_reconstruction -- {DOCUMENTS} train.steps=400"
+        f"{CONTEXTS} --methods paper paper_no_reconstruction -- {DOCUMENTS} train.steps=400 "
+        "model.device=cuda",
+        1,
     ),
     "sim-gpus": Figure(
         "valora_serve.workloads.cli --workload retrieval --rates 60 --per-replica "

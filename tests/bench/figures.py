@@ -233,7 +233,7 @@ def run(names):
         for line in made.stdout:
             print(line, end="", flush=True)
             printed += line
-        if made.wait() or not tables(printed):
+        if made.wait() or not (found := tables(printed)) or not all(one["rows"] for one in found):
             print(f"== {name} failed, or has printed no table", flush=True)
             failed += 1
         else:

@@ -313,7 +313,7 @@ def report(results: list[Result], lines: list[str]) -> None:
         known = {n: us for n, us in r.peers.items() if np.isfinite(us)}
         by = min(known, key=lambda n: known[n], default="")
         cells = [
-            r.case.name, f"{r.floor:.2f}", f"{r.base:.2f}", f"**{r.ours:.2f}**", f"{r.best:.2f}",
+            r.case.name, f"{r.floor:.2f}", f"{r.base:.2f}", f"{r.ours:.2f}", f"{r.best:.2f}",
             f"{r.ours / r.best:.2f}", by, f"{r.eager:.0f}", f"{r.error:.1e}",
             *(f"{r.peers.get(n, float('nan')):.1f}" for n in names),
         ]  # fmt: skip
@@ -401,7 +401,7 @@ def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
         base, both, two = (float(np.median(found_)) for found_ in times.values())
         found.append({"rows": rows, "base": base, "total": both, "separate": two})
         lines.append(
-            f"| {rows} | {base:.2f} | {both:.2f} | **{both / base:.3f}** | {two:.2f} "
+            f"| {rows} | {base:.2f} | {both:.2f} | {both / base:.3f} | {two:.2f} "
             f"| {two / base:.3f} |"
         )
     return found
@@ -453,7 +453,7 @@ def layer_totals(lines: list[str], repeats: int) -> list[dict[str, float | str]]
         ratio = times["chosen"] / times["base"]
         cells = [times.get(way, float("nan")) for way in ("roomy", "apart", "folded", "after")]
         lines.append(
-            f"| {rows} | {name} | {times['base']:.1f} | {times['chosen']:.1f} | **{ratio:.3f}** | "
+            f"| {rows} | {name} | {times['base']:.1f} | {times['chosen']:.1f} | {ratio:.3f} | "
             + " | ".join(f"{us:.1f}" for us in cells) + " |"
         )  # fmt: skip
         del work, calls

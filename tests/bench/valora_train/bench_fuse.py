@@ -273,7 +273,7 @@ PARTS = {"make": make, "run": run, "serve": serve}
 
 
 def start(part: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Run a part in a process of its own; its figures, or what went wrong."""
+    """Run a part in a process of its own; its figures."""
     out = given.folder / f"{part}.json"
     command = [
         sys.executable, "-m", __spec__.name, "--part", part, "--shape", given.shape,
@@ -282,11 +282,9 @@ def start(part: str, given: argparse.Namespace) -> dict[str, Any]:
         *(["--tiny"] if given.tiny else []),
     ]  # fmt: skip
     began = time.monotonic()
-    done = subprocess.run([str(word) for word in command], check=False)
-    found = json.loads(out.read_text()) if out.is_file() and not done.returncode else {}
-    found["process"] = time.monotonic() - began
-    if done.returncode:
-        found["failed"] = done.returncode
+    if subprocess.run([str(word) for word in command], check=False).returncode:
+        sys.exit(f"{given.shape} {given.quantize}: {part} has failed, as said above")
+    found = json.loads(out.read_text()) | {"process": time.monotonic() - began}
     print(f"--- {given.shape} {given.quantize} {part}: {found['process']:.1f} s", flush=True)
     return found
 
@@ -340,8 +338,8 @@ def main() -> None:
                         continue
                     found[part] = start(part, one)
                 print(json.dumps(found), flush=True)
-                if ran := found.get("run", {}).get("attempts"):
-                    seconds = fmean(one["seconds"] for one in ran)
+                if "run" in found:
+                    seconds = fmean(one["seconds"] for one in found["run"]["attempts"])
                     memory = found["run"]["gpu"] / 1e9
                     rows.append([f"{shape}, {quantize}", seconds, found["run"]["process"], memory])
     table("The factory on a 7B shape with random weights: three domains, one rolled back",

@@ -20,10 +20,10 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     try:
-        most, period = map(int, (CGROUP / "cpu.max").read_text().split())
+        limit, period = map(int, (CGROUP / "cpu.max").read_text().split())
     except (OSError, ValueError):  # no control groups of version 2, or "max"
         return cores
-    return max(1, min(cores, round(most / period)))
+    return max(1, min(cores, round(limit / period)))
 
 
 def cpu_multiplies_bfloat16() -> bool:

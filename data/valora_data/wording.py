@@ -25,10 +25,10 @@ def joined(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
 
 
-def examples(texts: Sequence[str], most: int) -> str:
+def examples(texts: Sequence[str], limit: int) -> str:
     """The first texts of a list, and how many there are beyond them."""
-    more = f"; and {len(texts) - most} more" if len(texts) > most else ""
-    return "; ".join(texts[:most]) + more
+    more = f"; and {len(texts) - limit} more" if len(texts) > limit else ""
+    return "; ".join(texts[:limit]) + more
 
 
 def first_line(error: BaseException) -> str:

@@ -69,7 +69,7 @@ def _row_tiles(rows: int, adapters: int) -> list[int]:
     """Rows per tile that waste little on short segments and repeat little on long ones."""
     per = rows / adapters
     found = [16] if per <= 256 else []
-    return found + [tile for tile, least in ((32, 24), (64, 48), (128, 500)) if per >= least]
+    return found + [tile for tile, min_rows in ((32, 24), (64, 48), (128, 500)) if per >= min_rows]
 
 
 def _tile_count(rows: int, adapters: int, tile: int) -> int:

@@ -82,7 +82,7 @@ def attention_kernel(
     wide = d < D
     q_at = (row + own) * query_row + (head * G + of_group) * query_head
     q = tl.load(query + q_at[:, None] + d[None, :], mask=live[:, None] & wide[None, :], other=0.0)
-    most = tl.full([BM], float("-inf"), tl.float32)
+    top = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, DP], tl.float32)
     for start in range(begin, end, BN):
@@ -100,14 +100,14 @@ def attention_kernel(
         else:
             seen = inside[None, :] & (n[None, :] <= position + own[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-        above = tl.maximum(most, tl.max(scores, 1))
+        above = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(above == float("-inf"), 0.0, above)
-        weights, kept = tl.exp2(scores - base[:, None]), tl.exp2(most - base)
+        weights, kept = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
         v = tl.load(
             values + at[:, None] + d[None, :], mask=inside[:, None] & wide[None, :], other=0.0
         )
         added = tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        most, total, acc = above, total * kept + tl.sum(weights, 1), acc * kept[:, None] + added
+        top, total, acc = above, total * kept + tl.sum(weights, 1), acc * kept[:, None] + added
     if FUSED:
         if split == 0:
             new_key = tl.load(key + row * key_row + head * key_head + d, mask=wide, other=0.0)
@@ -118,7 +118,7 @@ def attention_kernel(
             target = page * page_stride + (position % PAGE) * token_stride + head * D + d
             tl.store(keys + target, new_key, mask=wide)
             tl.store(values + target, new_value, mask=wide)
-            most, total, acc = _with_own(q, new_key, new_value, most, total, acc, scale)
+            top, total, acc = _with_own(q, new_key, new_value, top, total, acc, scale)
     found = acc / total[:, None]
     heads = tl.num_programs(1) * G
     o_at = (row + own) * heads + head * G + of_group
@@ -128,16 +128,16 @@ def attention_kernel(
     else:
         o_at += split.to(tl.int64) * rows * heads
         tl.store(partial + o_at[:, None] * D + d[None, :], found, mask=mask)
-        tl.store(sums + o_at, most + tl.log2(total), mask=live)
+        tl.store(sums + o_at, top + tl.log2(total), mask=live)
 
 
 @triton.jit
-def _with_own(q, key, value, most, total, acc, scale):
+def _with_own(q, key, value, top, total, acc, scale):
     """Add the key and value of the tile's own row to the running softmax."""
     score = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
-    above = tl.maximum(most, score)
+    above = tl.maximum(top, score)
     base = tl.where(above == float("-inf"), 0.0, above)
-    weight, kept = tl.exp2(score - base), tl.exp2(most - base)
+    weight, kept = tl.exp2(score - base), tl.exp2(top - base)
     added = weight[:, None] * value.to(tl.float32)[None, :]
     return above, total * kept + weight, acc * kept[:, None] + added
 

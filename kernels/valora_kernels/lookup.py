@@ -74,9 +74,9 @@ class TilingTable:
         found = self.entries.get(shape)
         if found is not None:
             return found
-        best, least = default_tiling(shape), math.inf
+        best, lowest = default_tiling(shape), math.inf
         for nearness, near, tiling in self.neighbours(shape, 200):
-            if nearness > least:
+            if nearness > lowest:
                 break
             distance = nearness
             if not fits(tiling, shape, self.gpu):
@@ -86,8 +86,8 @@ class TilingTable:
                 steps = rounds(tiling, shape, self.gpu) / rounds(tiling, near, self.gpu)
                 more = math.log2(steps * _effort(near) / _effort(shape))
                 distance = nearness + 4 * max(0.0, more) ** 2
-            if distance < least:
-                best, least = tiling, distance
+            if distance < lowest:
+                best, lowest = tiling, distance
         return best
 
     def neighbours(self, shape: Shape, count: int) -> Iterator[tuple[float, Shape, Tiling]]:

@@ -121,7 +121,7 @@ def workload(group: ProjectionGroup, case: Case, **options: Any) -> KernelWorklo
 
 @lru_cache(maxsize=2)  # a base weight of a large model has 0.2 GB
 def _small_workload(group: ProjectionGroup, device: str, first: bool) -> KernelWorkload:
-    return workload(group, Case(128, 1, first), device=device, cold=1, most=1)
+    return workload(group, Case(128, 1, first), device=device, cold=1, max_copies=1)
 
 
 def run_once(job: Job, device: str = "cuda") -> str | None:
@@ -157,7 +157,7 @@ class Search:
     def full(self, group: ProjectionGroup, cases: Iterable[Case]) -> None:
         """Let every arrangement search its candidates for every case."""
         for case in self._new(group, cases):
-            timed = partial(self._times, group, case, workload(group, case, most=192))
+            timed = partial(self._times, group, case, workload(group, case, max_copies=192))
             sizes = (group, case.rows, case.adapters, self.table.gpu)
             ways = arrangements().values()
             best = sorted(
@@ -174,7 +174,7 @@ class Search:
             plans[case] = [one for one in near if fits(one, shape, table.gpu)][:4]
         self.compile(Job(group, ALL, t, case.first) for case in plans for t in plans[case])
         for case, tilings in plans.items():
-            timed = partial(self._times, group, case, workload(group, case, most=192))
+            timed = partial(self._times, group, case, workload(group, case, max_copies=192))
             self._finish(group, case, timed, tilings)
 
     def _new(self, group: ProjectionGroup, cases: Iterable[Case]) -> list[Case]:

@@ -66,7 +66,7 @@ class KernelWorkload:
         dtype: torch.dtype = torch.bfloat16,
         device: str = "cuda",
         cold: int = COLD_BYTES,
-        most: int = 320,
+        max_copies: int = 320,
         first: bool = False,
     ) -> None:
         rows, slots, max_rank, outputs = len(rows_of), len(ranks), max(ranks), sum(out_features)
@@ -86,7 +86,7 @@ class KernelWorkload:
             base,
         ]
         resident = dtype.itemsize * (slots * max_rank * width + rows * width + base)
-        copies = int(min(most, max(2, -(-cold // max(self.bytes, 1)), -(-cold // resident))))
+        copies = int(min(max_copies, max(2, -(-cold // max(self.bytes, 1)), -(-cold // resident))))
         # All in one allocation: scattered small ones cost address translation, and differ from run
         # to run.
         room = [-(-size // 128) * 128 for size in sizes]

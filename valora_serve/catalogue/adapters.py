@@ -253,10 +253,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor]:
     # No adapter is larger: matrices of the largest rank for every linear, in 64 bits.
-    most = HEADER_BYTES + 8 * MAX_RANK * sum(map(sum, targets.linears.values()))
+    max_bytes = HEADER_BYTES + 8 * MAX_RANK * sum(map(sum, targets.linears.values()))
     try:
         # Read, not mapped into memory: the file may be replaced while the engine runs.
-        tensors = read_safetensors(folder / WEIGHTS, most)[1]
+        tensors = read_safetensors(folder / WEIGHTS, max_bytes)[1]
     except UnreadableError as error:
         absent = isinstance(error.__cause__, FileNotFoundError)
         for pickle in (*folder.glob("*.bin"), *folder.glob("*.pt")) if absent else ():

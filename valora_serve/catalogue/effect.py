@@ -76,15 +76,15 @@ def _unmergeable(
 ) -> str | None:
     """Return why merging into one linear would harm other requests, None if it would not."""
     limits, (shrink, spread, largest, change) = torch.finfo(dtype), bounds
-    most = LARGEST_SHARE if dtype == torch.float32 else LARGEST_SHARE_16
+    limit = LARGEST_SHARE if dtype == torch.float32 else LARGEST_SHARE_16
     share = change / row_norm if row_norm else math.inf
-    if spread and not share <= most:
+    if spread and not share <= limit:
         return (
-            f"it changes {module} by {share:.3g} times the base weights' size, more than {most:g}"
+            f"it changes {module} by {share:.3g} times the base weights' size, more than {limit:g}"
         )
     if shrink * HEADROOM > limits.max:
         return f"A of {module} is too large for other requests' inputs"
     # What a shrink loses below the smallest number is not taken back out of the weights.
-    if spread and limits.tiny * largest * math.sqrt(rank) > limits.eps * most * row_norm:
+    if spread and limits.tiny * largest * math.sqrt(rank) > limits.eps * limit * row_norm:
         return f"A of {module} is so small, and B so large, that the shrink underflows"
     return None

@@ -73,12 +73,12 @@ def match_all(
     if not expressions:
         return []
     longest = max(expressions, key=lambda one: len(one.pattern))
-    for what, size, most in (
+    for what, size, limit in (
         ("patterns", len(expressions), MAX_PATTERNS),
         (f"characters in {longest.option}", len(longest.pattern), PATTERN_LENGTH),
     ):
-        if size > most:
-            raise AdapterError(f"it has {size} {what}, more than {most}: name modules in a list")
+        if size > limit:
+            raise AdapterError(f"it has {size} {what}, more than {limit}: name modules in a list")
     work = [(one.how, one.pattern, paths) for one in expressions]
     options = ", ".join(dict.fromkeys(one.option for one in expressions))
     try:

@@ -80,7 +80,7 @@ class Compression:
 
 
 def prepare_compression(
-    lmm: Lmm, store: Store, wanted: NewContext, name: str, most: int
+    lmm: Lmm, store: Store, wanted: NewContext, name: str, limit: int
 ) -> Compression:
     """Tokenize a document for the request `name`, in any thread; a `ServeError` says why not."""
     _check(lmm, wanted)
@@ -94,7 +94,7 @@ def prepare_compression(
     if wanted.adapter is not None:
         store.adapter_of(wanted.name, wanted.adapter)
     if wanted.form == PREFIX:
-        _check_length(wanted, wanted.tokens or 1, len(ids), most)
+        _check_length(wanted, wanted.tokens or 1, len(ids), limit)
         target, prompt, encoder = store.resolve(None), Prompt(ids), None
         head = EMBEDDING
     else:
@@ -103,7 +103,7 @@ def prepare_compression(
         encoder = (target.model.name, target.encoder)
         count = len(target.encoder.queries)
         words = lmm.tokenize(wanted.document, special=False)
-        _check_length(wanted, count, len(words), most - count)
+        _check_length(wanted, count, len(words), limit - count)
         read = [*around[0], *words]
         at = np.arange(len(read), len(read) + count)
         assert target.adapter is not None
@@ -151,14 +151,14 @@ def _check(lmm: Lmm, wanted: NewContext) -> None:
         )
 
 
-def _check_length(wanted: NewContext, least: int, found: int, most: int) -> None:
-    if found >= most:
+def _check_length(wanted: NewContext, needed: int, found: int, limit: int) -> None:
+    if found >= limit:
         raise TooLongError(
-            f"context {wanted.name}: the document has {found} tokens, and fewer than {most} fit "
+            f"context {wanted.name}: the document has {found} tokens, and fewer than {limit} fit "
             "into the model's context: cut it into several contexts"
         )
-    if found < least:
+    if found < needed:
         raise RequestError(
             f"context {wanted.name}: the document has {plural(found, 'token')}, fewer than the "
-            f"{least} of its memory: ask it as part of the prompt, or make a smaller memory"
+            f"{needed} of its memory: ask it as part of the prompt, or make a smaller memory"
         )

@@ -125,8 +125,8 @@ class Engine:
         self.steps = self.prompt_tokens = self.generated_tokens = 0
         self.shared_passes = self.non_finite = 0
         self.finished: Counter[str] = Counter()  # by the value of `Finish`
-        most = {Mode.MERGED: 0, Mode.UNMERGED: 1, Mode.MIXTURE: 2}  # LoRA terms of a row
-        terms = list(range(max(most[mode] for mode in self._modes) + 1))
+        terms_of = {Mode.MERGED: 0, Mode.UNMERGED: 1, Mode.MIXTURE: 2}  # LoRA terms of a row
+        terms = list(range(max(terms_of[mode] for mode in self._modes) + 1))
         self.start_up = WarmUp(terms, lazy=settings.capture == LAZY)
         self.workers: Workers | None = None  # of a tensor-parallel group, in rank 0
         # Makes a context in which the end of a process of the group is told as such.
@@ -177,7 +177,7 @@ class Engine:
                 settings, lmm, page, mergeable=mergeable
             )
             self.memory = UnifiedMemory(
-                pages if group is None else group.least(pages),
+                pages if group is None else group.minimum(pages),
                 page,
                 [group.spec for group in lmm.linears.groups.values()],
                 slots=settings.slots,

@@ -47,11 +47,11 @@ class Preprocessing:
             content = message["content"]
             parts = [{"text": content}] if isinstance(content, str) else content
             texts += [part.get("text") or "" for part in parts]
-        most, chars = self._context_length * self._longest_token, sum(map(len, texts))
-        if chars > most:
+        limit, chars = self._context_length * self._longest_token, sum(map(len, texts))
+        if chars > limit:
             raise TooLongError.told(
                 self._context_length,
-                f"the {what} has {chars} characters, more than the {most} that fit: shorten it",
+                f"the {what} has {chars} characters, more than the {limit} that fit: shorten it",
             )
 
     def sequence(self, prepared: Prepared) -> SequenceState:
@@ -78,7 +78,7 @@ class Preprocessing:
             )
         if sampling.max_tokens is not None and sampling.max_tokens < 1 and head is None:
             raise RequestError(f"max_tokens: expected at least 1, got {sampling.max_tokens}")
-        most = 0 if head is not None else min(sampling.max_tokens or room, room)
+        max_new = 0 if head is not None else min(sampling.max_tokens or room, room)
         self._check_sampling(sampling, context)
         adapters = {self._registry.key(adapter): weight for adapter, weight in target.terms}
         for key in adapters:
@@ -91,7 +91,7 @@ class Preprocessing:
         prefix_pages = 0 if prefix is None else self._prefixes.pages(prefix)
         size = self._settings.block_size
         own = prompt.given // size  # pages that the request shares with others of the context
-        needed = -(-(len(ids) + max(most, 1)) // size) - own + adapter_pages + prefix_pages
+        needed = -(-(len(ids) + max(max_new, 1)) // size) - own + adapter_pages + prefix_pages
         if needed > self._pool.pages - 1:
             raise TooLongError.told(
                 self._context_length,
@@ -111,7 +111,7 @@ class Preprocessing:
             rank=sum(adapter.rank for adapter, _ in target.terms),
             arrival=now,
             prompt_left=len(ids) - prompt.given,
-            output_left=most,
+            output_left=max_new,
             pages=-(-(len(ids) + 1) // size) - own,
             adapter_pages=adapter_pages,
             images=len(prompt.visuals),
@@ -145,7 +145,7 @@ class Preprocessing:
             root=tenant + memory,
             text=Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens),
             generator=make_generator(sampling, self._lmm.device),
-            max_new=most,
+            max_new=max_new,
             counts=TokenCounts(prompt.words) if sampling.penalised else None,
             bias=bias_arrays(sampling),
             scores=None if head or sampling.prompt_logprobs is None else [],

@@ -187,12 +187,12 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
 
 def _steps(engine: Engine) -> Iterator[Step]:
     """Yield the steps to measure."""
-    most = min(len(engine.adapters.resident), engine.settings.max_adapters)
+    limit = min(len(engine.adapters.resident), engine.settings.max_adapters)
     mixes: list[tuple[Mode, str | None, int]] = [(Mode.UNMERGED, None, 0)]
-    if most:
-        mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, most)]
+    if limit:
+        mixes += [(Mode.UNMERGED, None, 1), (Mode.UNMERGED, None, limit)]
         if mergeable := _mergeable(engine):
-            mixes.append((Mode.MIXTURE, mergeable[0], most))
+            mixes.append((Mode.MIXTURE, mergeable[0], limit))
     settings, cuda = engine.settings, engine.device.type == "cuda"
     max_rows = min(settings.max_requests, settings.max_tokens)
     for mode, merged, distinct in mixes:

@@ -201,7 +201,7 @@ class SequenceState:
 
     def follow(self, others: Sequence[SequenceState]) -> None:
         """Ride on the pass of another request about the same images, or wait for its prefix."""
-        most = 0
+        longest = 0
         for other in others:
             if (self.root, self.vision, self.prefix) != (other.root, other.vision, other.prefix):
                 continue
@@ -218,8 +218,8 @@ class SequenceState:
                 common = min(common, self.own_from, other.own_from)
             images = max((int(item.at[-1]) for item in self.prompt.visuals), default=-1)
             reads = self.head is not None and self.head.reads_visual
-            if common > max(most, images) and not reads:
-                most, self.after = common, (other, common)
+            if common > max(longest, images) and not reads:
+                longest, self.after = common, (other, common)
 
     def _reads_as(self, other: SequenceState) -> bool:
         """Whether heads of both read the same hidden states of the same prompt."""

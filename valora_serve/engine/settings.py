@@ -131,12 +131,12 @@ class EngineSettings:
     adapter_share: float = 0.0
 
     def __post_init__(self) -> None:
-        least = {
+        lowest = {
             "block_size": 1, "max_requests": 1, "max_tokens": 1, "chunk": 1, "max_adapters": 1,
             "slots": 1, "max_rank": 1, "tensor_parallel": 1, "pages": 2, "context_length": 1,
             "host_bytes": 0, "image_cache_bytes": 0,
         }  # fmt: skip
-        for name, low in least.items():
+        for name, low in lowest.items():
             value = getattr(self, name)
             if value is not None and value < low:
                 raise ValueError(f"{name}: expected at least {low}, got {value}")

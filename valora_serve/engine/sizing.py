@@ -73,8 +73,8 @@ def limit_host_threads(device: torch.device) -> None:
     a core is left to HTTP and images: with both of two, a server answered 0.6 of the requests.
     """
     if not os.environ.get("OMP_NUM_THREADS"):
-        most = HOST_THREADS if device.type == "cuda" else max(1, usable_cores() - 1)
-        torch.set_num_threads(min(torch.get_num_threads(), usable_cores(), most))
+        max_threads = HOST_THREADS if device.type == "cuda" else max(1, usable_cores() - 1)
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores(), max_threads))
 
 
 def machine_of(settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> str:

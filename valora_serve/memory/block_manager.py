@@ -179,9 +179,9 @@ class BlockManager:
         """Count the cached tokens of a prompt, `shared` ones included, and the blocks behind."""
         blocks: list[int] = []
         if self.caching:
-            most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
+            longest = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
             key = root
-            for index in range(shared, most // self.block_size):
+            for index in range(shared, longest // self.block_size):
                 key = self._key(self._before(key, salt, since, index), tokens, spans, index)
                 block = self._block_of.get(key)
                 if block is None:

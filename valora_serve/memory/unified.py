@@ -190,8 +190,8 @@ class UnifiedMemory:
 
     def _lay_out(self, ranks: Sequence[tuple[str, int]]) -> Layout:
         size = self.page.elements
-        most = max(rank for _, rank in ranks)
-        starts = np.full((2, len(self._projections), most), -1, dtype=np.int64)
+        largest = max(rank for _, rank in ranks)
+        starts = np.full((2, len(self._projections), largest), -1, dtype=np.int64)
         runs = []
         end = 0
         for module, rank in ranks:

@@ -319,7 +319,7 @@ class Linears:
     def is_finite(self) -> bool:
         """Whether all weights that adapters are merged into are finite; waits for the device."""
         found = all(weights.is_finite() for weights in self.merged)
-        return found if self.group is None else bool(self.group.least(int(found)))
+        return found if self.group is None else bool(self.group.minimum(int(found)))
 
     def _bind(self) -> None:
         # An engine that had the model before may have made groups mergeable that this one's

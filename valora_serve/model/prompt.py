@@ -267,13 +267,13 @@ def _check_resized(
 ) -> None:
     """Refuse images that resizing enlarges too much: 1 x 40,000,000 pixels would take terabytes."""
     family, processor = model.architecture, model.processor.image_processor
-    most = model.context_length * family.pixels_per_token
+    limit = model.context_length * family.pixels_per_token
     every = [*images, *(frame for video in videos for frame in video)]
     pixels = sum(family.resized_pixels(processor, *image.size) for image in every)
-    if pixels > most:
+    if pixels > limit:
         raise ImageError(
             f"images: the base model would resize them to {pixels} pixels together, more than "
-            f"{most}: send fewer, or cut long ones into parts"
+            f"{limit}: send fewer, or cut long ones into parts"
         )
 
 

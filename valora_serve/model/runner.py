@@ -477,15 +477,15 @@ class ModelRunner:
 
     def _compile(self, wanted: Preparation) -> None:
         lmm, resources = self._lmm, self._resources
-        most, active = self._lora.max_rows, wanted.size
-        least = min(max(self.captured_prompts, default=0) + 1, most)
+        max_rows, active = self._lora.max_rows, wanted.size
+        min_rows = min(max(self.captured_prompts, default=0) + 1, max_rows)
         lora = self._lora if wanted.terms else None
         with torch.inference_mode(), lmm.linears.scope.text(lora):
             if not active:
-                self._run_prompt(min(2 * least, most), wanted.terms)
+                self._run_prompt(min(2 * min_rows, max_rows), wanted.terms)
             else:
                 linears = [one for one in self._linears_by_shape() if one.lora is not None]
-                rows = max(active, least)
+                rows = max(active, min_rows)
                 for distinct in _doublings(resources.max_segments - 1):
                     if distinct > active:
                         break
@@ -546,7 +546,7 @@ def _seen(works: Sequence[Work]) -> NDArray[np.int32]:
     return np.concatenate(found)
 
 
-def _doublings(most: int) -> list[int]:
-    """Numbers from 1 to `most` in geometric steps, two for each doubling."""
-    steps = np.geomspace(1, most, num=1 + 2 * max(most - 1, 0).bit_length())
+def _doublings(max_rows: int) -> list[int]:
+    """Numbers from 1 to `max_rows` in geometric steps, two for each doubling."""
+    steps = np.geomspace(1, max_rows, num=1 + 2 * max(max_rows - 1, 0).bit_length())
     return sorted({round(step) for step in steps.tolist()})

@@ -134,15 +134,15 @@ def _draw(logits: Tensor, choices: Sequence[TokenChoice]) -> Tensor:
     """Sample with temperature, top-k, top-p and min-p: [rows, vocabulary] → [rows]."""
 
     def column(values: list[float], dtype: torch.dtype) -> Tensor:
-        most = torch.finfo(dtype).max
-        clamped = [min(value, most) for value in values]
+        largest = torch.finfo(dtype).max
+        clamped = [min(value, largest) for value in values]
         return torch.tensor(clamped, dtype=dtype, device=logits.device)[:, None]
 
     params = [choice.params for choice in choices]
     # The largest logit becomes 0 before the division, so that nothing overflows to ∞, and is set,
     # not subtracted, as ∞ − ∞ is NaN.
-    most = logits.amax(-1, keepdim=True)
-    logits = torch.where(logits == most, 0, logits - most)
+    largest = logits.amax(-1, keepdim=True)
+    logits = torch.where(logits == largest, 0, logits - largest)
     logits /= column([p.temperature for p in params], logits.dtype)
     # Stable, so that of equal tokens the one that greedy decoding takes comes first.
     probabilities, order = logits.softmax(-1).sort(dim=-1, descending=True, stable=True)
@@ -172,10 +172,10 @@ class StepLogprobs(NamedTuple):
     values: Tensor  # [rows, n] float32
 
 
-def top_logprobs(logits: Tensor, tokens: Tensor, most: int) -> StepLogprobs:
+def top_logprobs(logits: Tensor, tokens: Tensor, largest: int) -> StepLogprobs:
     """Log probabilities of `logits` [rows, vocabulary] float32, of chosen and best tokens."""
     scores = logits.log_softmax(-1)
-    values, ids = scores.topk(max(most, 1), -1)
+    values, ids = scores.topk(max(largest, 1), -1)
     return StepLogprobs(scores.gather(-1, tokens[:, None])[:, 0], ids, values)
 
 

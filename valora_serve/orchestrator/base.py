@@ -198,12 +198,12 @@ def with_adapter(requests: Iterable[RequestView], adapter: str | None) -> list[R
     return [r for r in requests if r.adapter == adapter]
 
 
-def _cluster(view: View, waiting: Sequence[RequestView], most: int) -> list[RequestView]:
-    """S-LoRA's clustering (§4.2, A.2): requests of `most` adapters in the batch go first."""
+def _cluster(view: View, waiting: Sequence[RequestView], limit: int) -> list[RequestView]:
+    """S-LoRA's clustering (§4.2, A.2): requests of `limit` adapters in the batch go first."""
     inside = {r.adapter for r in view.running}
     first, later = [], []
     for request in waiting:
-        if request.adapter in inside or len(inside) < most:
+        if request.adapter in inside or len(inside) < limit:
             inside.add(request.adapter)
             first.append(request)
         else:

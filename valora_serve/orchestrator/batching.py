@@ -146,7 +146,7 @@ class BatchBuilder:
         prefilling = []
         adapters, resident = self.adapters, self.view.resident
         items, requests = self.items, self.requests
-        most, tokens, pages = self._max_adapters, self.tokens, self.pages
+        limit, tokens, pages = self._max_adapters, self.tokens, self.pages
         for request in running:
             if request.prompt_left:
                 prefilling.append(request)
@@ -168,7 +168,7 @@ class BatchBuilder:
             items.append((request.id, 1))
             requests.append(request)
         self.tokens, self.pages = tokens, pages
-        if any(r.adapter not in adapters for r in prefilling) and len(adapters) >= most:
+        if any(r.adapter not in adapters for r in prefilling) and len(adapters) >= limit:
             self.rotating = True  # adapters of the rows that decode leave none for a prompt
         return prefilling
 
@@ -216,8 +216,8 @@ class BatchBuilder:
         if not request.blocks:
             return tokens
         # The first prompt of a step gets its block, whatever the budget.
-        most = budget if self.prompt_tokens else self.tokens
-        return request.whole(tokens) or (request.least if request.least <= most else 0)
+        limit = budget if self.prompt_tokens else self.tokens
+        return request.whole(tokens) or (request.min_tokens if request.min_tokens <= limit else 0)
 
     def _add(self, request: RequestView, tokens: int) -> None:
         self.items.append((request.id, tokens))

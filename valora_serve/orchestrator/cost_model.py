@@ -346,12 +346,12 @@ def nnls(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the x ≥ 0 that minimises ‖a x − b‖, of at most a dozen unknowns: the best subset."""
     q, r = np.linalg.qr(a)
     target = q.T @ b
-    best, least = np.zeros(a.shape[1]), float(np.linalg.norm(target))
+    best, lowest = np.zeros(a.shape[1]), float(np.linalg.norm(target))
     for size in range(1, a.shape[1] + 1):
         for free in map(list, combinations(range(a.shape[1]), size)):
             trial = np.linalg.lstsq(r[:, free], target, rcond=None)[0]
             error = float(np.linalg.norm(r[:, free] @ trial - target))
-            if error < least and trial.min() >= 0:
-                best, least = np.zeros(a.shape[1]), error
+            if error < lowest and trial.min() >= 0:
+                best, lowest = np.zeros(a.shape[1]), error
                 best[free] = trial
     return best

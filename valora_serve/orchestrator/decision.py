@@ -54,7 +54,7 @@ class RequestView:
         return max(inside - self.kv_tokens, 0)
 
     @property
-    def least(self) -> int:
+    def min_tokens(self) -> int:
         """Fewest of the next tokens that a step can compute."""
         at = self.kv_tokens
         return next((stop - at for start, stop in self.blocks if start <= at < stop), 1)
@@ -90,30 +90,30 @@ class View:
     arrived: Sequence[float] = ()  # arrival times of all requests since the last view, oldest first
 
 
-def window(queue: Sequence[RequestView], most: int) -> Sequence[RequestView]:
-    """Return at most `most` requests of a queue, oldest first, for a policy to see.
+def window(queue: Sequence[RequestView], limit: int) -> Sequence[RequestView]:
+    """Return at most `limit` requests of a queue, oldest first, for a policy to see.
 
     Of a longer queue, half are the oldest ones, of each client as many; the others are the newest
     ones and those with the earliest due times, in equal parts.
     """
-    if len(queue) <= most:
+    if len(queue) <= limit:
         return queue
-    part = most // 4
-    oldest = _oldest(queue, most - 2 * part)
+    part = limit // 4
+    oldest = _oldest(queue, limit - 2 * part)
     chosen = {r.id: r for r in (*oldest, *queue[len(queue) - part :])}
     limited = [(r.arrival + r.latency_limit, r.id, r) for r in queue if r.latency_limit is not None]
     chosen.update((key, request) for _, key, request in heapq.nsmallest(part, limited))
     return sorted(chosen.values(), key=attrgetter("arrival"))
 
 
-def _oldest(queue: Sequence[RequestView], most: int) -> Sequence[RequestView]:
+def _oldest(queue: Sequence[RequestView], limit: int) -> Sequence[RequestView]:
     """Return the oldest requests of a queue, in turn from each client if there are several."""
     seen: Counter[str | None] = Counter()
     turns: list[tuple[int, int]] = []
     for place, request in enumerate(queue):
         turns.append((seen[request.client], place))
         seen[request.client] += 1
-    return [queue[place] for _, place in heapq.nsmallest(most, turns)]
+    return [queue[place] for _, place in heapq.nsmallest(limit, turns)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,11 +40,11 @@ class FairShares:
         self._level = 0.0  # lowest counter of those who waited or ran last
 
     def order(
-        self, running: Iterable[RequestView], waiting: Sequence[RequestView], most: int
+        self, running: Iterable[RequestView], waiting: Sequence[RequestView], limit: int
     ) -> Sequence[RequestView]:
         """Charge running requests, and return waiting ones in the order of admission.
 
-        Each client's own stay in their order; that of all does not matter from `most` on.
+        Each client's own stay in their order; that of all does not matter from `limit` on.
         """
         for request in running:
             account = self._accounts.get(request.id)
@@ -59,7 +59,7 @@ class FairShares:
         heap = [(self.counters[client], client) for client in queues]
         heapq.heapify(heap)
         ordered: list[RequestView] = []
-        while heap and len(ordered) < most:
+        while heap and len(ordered) < limit:
             counter, client = heap[0]
             queue = queues[client]
             request = queue.popleft()
@@ -111,8 +111,8 @@ class FairShares:
             self.counters[client] = max(self.counters.get(client, 0.0), floor)
         active = now | {account.view.client or "" for account in self._accounts.values()}
         if active:
-            least = min(self.counters.get(client, 0.0) for client in active)
-            self._level = max(self._level, least)
+            lowest = min(self.counters.get(client, 0.0) for client in active)
+            self._level = max(self._level, lowest)
         self._queued = now
         if len(self.counters) > MAX_CLIENTS + len(now):
             # Whoever is below the level would be lifted to it anyway.

@@ -163,7 +163,7 @@ class Group:
         self.all_reduce(found)
         return found
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The smallest of the ranks' numbers; waits for the device."""
         found = torch.tensor([value], dtype=torch.int64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MIN)

@@ -61,7 +61,7 @@ def compare(fused: Iterable[Prediction], small: Mapping[str, list[Box]]) -> Comp
         for side, boxes in zip(_SIDES, (both, *alone), strict=True):
             for box in boxes:
                 made.classes[box.label][side] += 1
-                made.sizes[next(name for name, most in _SIZES if box.area < most)][side] += 1
+                made.sizes[next(name for name, limit in _SIZES if box.area < limit)][side] += 1
         if any(alone):
             made.pictures.append((one, alone[0], alone[1]))
     made.pictures.sort(key=lambda it: -sum(box.confidence for boxes in it[1:] for box in boxes))

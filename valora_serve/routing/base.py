@@ -61,10 +61,10 @@ class Router(ABC):
         """Order the replicas, sorted by id, for an adapter (None: the base model)."""
 
 
-def note_sent(recent: dict[str, None], adapter: str | None, most: int) -> None:
-    """Keep the adapters of the last requests to a replica, at most `most`: it reports seldom."""
+def note_sent(recent: dict[str, None], adapter: str | None, limit: int) -> None:
+    """Keep the adapters of the last requests to a replica, at most `limit`: it reports seldom."""
     if adapter is not None:
         recent.pop(adapter, None)
         recent[adapter] = None
-        if len(recent) > most:
+        if len(recent) > limit:
             del recent[next(iter(recent))]

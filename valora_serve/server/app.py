@@ -204,10 +204,10 @@ class _Server(uvicorn.Server):
 
 def make_server(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
     """Make a uvicorn server for an application; it serves sockets made by `listen.bind`."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = settings.max_connections + 256
-    if most == resource.RLIM_INFINITY or most >= files:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    if hard == resource.RLIM_INFINITY or hard >= files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
     # glibc returns large blocks (bodies, images) to the system as soon as they are freed.
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
     drain: Any = settings.drain_seconds

@@ -80,14 +80,14 @@ class Bodies:
         """Read a body, which counts as held until the request's end."""
         settings = self._settings
         kind = _content_type(request, rules)
-        most, remedy = settings.max_body_bytes, "send less at once"
-        if kind == JSON and most > settings.max_json_bytes:
-            most = settings.max_json_bytes
+        max_bytes, remedy = settings.max_body_bytes, "send less at once"
+        if kind == JSON and max_bytes > settings.max_json_bytes:
+            max_bytes = settings.max_json_bytes
             remedy = "send less at once, or a large video as a form to /v1/vision"
-        most = min(most, rules.max_body_bytes or most)
-        too_large = errors.TooLargeError(f"The request is larger than {most} bytes: {remedy}")
+        max_bytes = min(max_bytes, rules.max_body_bytes or max_bytes)
+        too_large = errors.TooLargeError(f"The request is larger than {max_bytes} bytes: {remedy}")
         length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length[:20]) > most:
+        if length.isdecimal() and int(length[:20]) > max_bytes:
             raise too_large
         pieces: list[bytes] = []
         size = 0
@@ -101,7 +101,7 @@ class Bodies:
                 async for piece in request.stream():
                     size += len(piece)
                     self._held += len(piece)
-                    if size > most:
+                    if size > max_bytes:
                         raise too_large
                     if self._held > settings.max_held_bytes:
                         raise errors.OverloadedError(
@@ -125,10 +125,10 @@ class Bodies:
     def _parsed(self, body: bytes, kind: Any) -> Any:
         if not body:
             raise errors.FieldError("The body is missing: add it", None)
-        most = MAX_MARKS + self._settings.max_prompt_chars
-        if len(body) > most and sum(map(body.count, (b'"', b",", b"[", b"{"))) > most:
+        max_bytes = MAX_MARKS + self._settings.max_prompt_chars
+        if len(body) > max_bytes and sum(map(body.count, (b'"', b",", b"[", b"{"))) > max_bytes:
             raise errors.RequestError(
-                f"The JSON has more than {most} quotes, commas and brackets: send less at once"
+                f"The JSON has more than {max_bytes} quotes, commas and brackets: send less at once"
             )
         body = body.removeprefix(b"\xef\xbb\xbf")  # which some clients write before UTF-8
         try:

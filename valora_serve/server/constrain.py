@@ -139,8 +139,8 @@ class Grammars:
         known = self._known[key] = _Known(client, made)
         # The oldest of the client that has the most goes for it.
         while len(self._known) > REMEMBERED or sum(map(len, self._known)) > MAX_CHARS:
-            ((most, _),) = Counter(one.client for one in self._known.values()).most_common(1)
-            del self._known[next(key for key, one in self._known.items() if one.client == most)]
+            ((heaviest, _),) = Counter(one.client for one in self._known.values()).most_common(1)
+            del self._known[next(key for key, one in self._known.items() if one.client == heaviest)]
         return known
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class Samples:
     """Writes pictures to a folder by domain, of whose limit other processes use a part."""
 
     def __init__(self, settings: ServerSettings) -> None:
-        self._folder, self._most = Path(settings.sample_folder or "."), settings.sample_bytes
+        self._folder, self._max_bytes = Path(settings.sample_folder or "."), settings.sample_bytes
         self._shares, self._room = dict(settings.sample_shares), Semaphore(_WAITING)
         self._thread = ThreadPoolExecutor(1, "samples", os.nice, (19,))  # on Linux, of the thread
         if settings.sample_folder is None:
@@ -63,7 +63,7 @@ class Samples:
             image.save(content, "PNG", compress_level=1, pnginfo=info)
             with FileLock(self._folder / ".lock", timeout=_SECONDS, mode=0o600):
                 held = sum(file.stat().st_size for file in self._folder.rglob("*.png"))
-                if full := held + content.tell() > self._most:
+                if full := held + content.tell() > self._max_bytes:
                     reason = "it is full"
                 else:
                     place.mkdir(0o700, exist_ok=True)

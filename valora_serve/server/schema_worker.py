@@ -51,8 +51,8 @@ def _begin(server: int) -> None:
         os._exit(0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's to handle
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * resource.getpagesize() + MAX_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    max_bytes = pages * resource.getpagesize() + MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     resource.setrlimit(resource.RLIMIT_STACK, (MAX_STACK, MAX_STACK))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 

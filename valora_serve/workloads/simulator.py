@@ -179,10 +179,10 @@ class Machine:
         self.idle_rounds = 0
 
     def _check(self) -> None:
-        for name, least in (("max_requests", 1), ("answer_limit", 1), ("slots", 2)):
+        for name, lowest in (("max_requests", 1), ("answer_limit", 1), ("slots", 2)):
             value = getattr(self.settings, name)  # one of the slots may be merged
-            if value is not None and value < least:
-                raise SimulationError(f"{name}: expected at least {least}, got {value}.")
+            if value is not None and value < lowest:
+                raise SimulationError(f"{name}: expected at least {lowest}, got {value}.")
         tokens = self.workload.prompt.astype(np.int64) + self.workload.output
         pages = np.ceil((tokens + 1) / self.settings.page_tokens)
         own = np.array([*self.adapter_pages.values(), 0])

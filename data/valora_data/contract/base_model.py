@@ -181,8 +181,8 @@ class _ImageProcessor:
                 found[name] = [[one for value in values for one in value[0]]]
                 continue
             if not nested and values[0].dim() == 5:  # filled up to the most crops
-                most, pad = max(value.shape[1] for value in values), torch.nn.functional.pad
-                values = [pad(value, (*(0,) * 7, most - value.shape[1])) for value in values]
+                longest, pad = max(value.shape[1] for value in values), torch.nn.functional.pad
+                values = [pad(value, (*(0,) * 7, longest - value.shape[1])) for value in values]
             if len({value.shape[1 + of_prompts :] for value in values}) > 1:
                 raise ValueError("images of different sizes do not fit into one batch")
             found[name] = torch.cat(values, dim=of_prompts)

@@ -45,7 +45,7 @@ class UnreadableError(BundleError):
         self.reason = reason
 
 
-def open_regular(file: Path, most: int) -> BufferedReader:
+def open_regular(file: Path, max_bytes: int) -> BufferedReader:
     """Open a regular file of at most so many bytes; pipes and devices do not block."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -53,26 +53,26 @@ def open_regular(file: Path, most: int) -> BufferedReader:
         reason = getattr(error, "strerror", None) or error
         raise UnreadableError(f"cannot be read ({reason})", file) from error
     facts = os.fstat(descriptor)
-    if stat.S_ISREG(facts.st_mode) and facts.st_size <= most:
+    if stat.S_ISREG(facts.st_mode) and facts.st_size <= max_bytes:
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
     if stat.S_ISREG(facts.st_mode):
-        raise UnreadableError(f"has {facts.st_size} bytes, more than {most}", file)
+        raise UnreadableError(f"has {facts.st_size} bytes, more than {max_bytes}", file)
     raise UnreadableError("is no regular file", file)
 
 
-def read_bytes(file: Path, most: int) -> bytes:
+def read_bytes(file: Path, max_bytes: int) -> bytes:
     """Read a regular file of at most so many bytes, and no more than it has now."""
-    with open_regular(file, most) as opened:
+    with open_regular(file, max_bytes) as opened:
         try:
             return opened.read(os.fstat(opened.fileno()).st_size)
         except OSError as error:
             raise UnreadableError(f"cannot be read ({error.strerror})", file) from error
 
 
-def read_json(file: Path, most: int = JSON_BYTES) -> Any:
+def read_json(file: Path, max_bytes: int = JSON_BYTES) -> Any:
     """Read a JSON file of at most so many bytes, see `parse_json`."""
-    content = read_bytes(file, most)
+    content = read_bytes(file, max_bytes)
     try:
         return parse_json(content)
     except UnreadableError as error:
@@ -133,12 +133,12 @@ def expect(fits: object, field: str, expected: str, value: object) -> None:
         raise ValueError(f"{field}: expected {expected}, got {shown(value)}")
 
 
-def read_safetensors(file: Path, most: int) -> tuple[dict[str, str], dict[str, Tensor]]:
+def read_safetensors(file: Path, max_bytes: int) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Read metadata and tensors of a safetensors file into memory: it may be replaced meanwhile."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    content = read_bytes(file, most)
+    content = read_bytes(file, max_bytes)
     length = min(int.from_bytes(content[:8], "little"), HEADER_BYTES)
     try:
         header = dict(parse_json(content[8 : 8 + length]))

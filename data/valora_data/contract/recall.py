@@ -29,11 +29,11 @@ def read_head(
     """Keys and values [layers, kv_heads, tokens, head_dim], and the tail's position, of a head."""
     inputs = head_inputs(model, document, images)
     ids = inputs["input_ids"].to(model.device)
-    most = model.context_length - ROOM
-    if ids.shape[1] > most:
+    limit = model.context_length - ROOM
+    if ids.shape[1] > limit:
         raise DataError(
             f"the document has {plural(ids.shape[1], 'token')}, but base model {model.base} reads "
-            f"at most {most} beside a question: split the document, or choose another base model"
+            f"at most {limit} beside a question: split the document, or choose another base model"
         )
     embedded, position = model.model.get_input_embeddings()(ids), ids.shape[1]
     extra: dict[str, Any] = {}
@@ -81,10 +81,10 @@ def run_tails(
 
 @torch.no_grad()
 def write_on(
-    model: BaseModel, hidden: Tensor, cache: Any, position: int, most: int,
+    model: BaseModel, hidden: Tensor, cache: Any, position: int, limit: int,
     precision: AbstractContextManager[Any] | None = None,
 ) -> list[str]:  # fmt: skip
-    """Write the likeliest answers of at most `most` tokens behind `hidden` (n, length, width).
+    """Write the likeliest answers of at most `limit` tokens behind `hidden` (n, length, width).
 
     They are states of prompts of one length with this cache, the first answered at `position`.
     """
@@ -92,7 +92,7 @@ def write_on(
     tokens = [model.logits(hidden[:, -1]).argmax(-1)]
     ended = torch.isin(tokens[0], stops)
     with precision or nullcontext():
-        while len(tokens) < most and not bool(ended.all()):
+        while len(tokens) < limit and not bool(ended.all()):
             output = model.language_model(
                 inputs_embeds=model.model.get_input_embeddings()(tokens[-1][:, None]),
                 past_key_values=cache,

@@ -142,8 +142,8 @@ def computed_in(dtype: str) -> Iterator[None]:
 
 def _same_box(row: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     x0, y0, x1, y1 = wanted["box"]
-    most = _slack.get() * max(PIXEL_TOLERANCE, EDGE_TOLERANCE * max(x1 - x0, y1 - y0))
-    near = all(abs(a - b) <= most for a, b in zip(row["box"], wanted["box"], strict=True))
+    limit = _slack.get() * max(PIXEL_TOLERANCE, EDGE_TOLERANCE * max(x1 - x0, y1 - y0))
+    near = all(abs(a - b) <= limit for a, b in zip(row["box"], wanted["box"], strict=True))
     return bool(row["label"] == wanted["label"] and near and _close(row, wanted))
 
 

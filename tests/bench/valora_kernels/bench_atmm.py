@@ -377,7 +377,7 @@ def projection_totals(lines: list[str], repeats: int) -> list[dict[str, float]]:
     ]
     for rows in (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192):
         adapters = min(rows, 16)
-        work = KernelWorkload(spread(rows, adapters), [64] * adapters, WIDTH, [WIDTH], most=8)
+        work = KernelWorkload(spread(rows, adapters), [64] * adapters, WIDTH, [WIDTH], max_copies=8)
         sets = (work.sets * 8)[: max(8, len(work.sets))]
         bases = [
             torch.randn(WIDTH, WIDTH, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(8)
@@ -420,7 +420,7 @@ def layer_totals(lines: list[str], repeats: int) -> list[dict[str, float | str]]
     ]
     for rows, (name, (width, outs)) in product((256, 1024, 2048, 4096, 8192), LAYER.items()):
         adapters = max(1, rows // 1024)
-        work = KernelWorkload(spread(rows, adapters), [64] * adapters, width, outs, most=4)
+        work = KernelWorkload(spread(rows, adapters), [64] * adapters, width, outs, max_copies=4)
         roomy = LoraBatch(rows, 129, "cuda", fixed=True)  # as an engine's graphs have
         roomy.update(work.rows_of, work.ranks, work.scalings)
         calls: dict[str, list[Callable[[], object]]] = {}

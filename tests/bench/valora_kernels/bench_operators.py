@@ -45,7 +45,7 @@ def operators():
             rows = int(draw.integers(least, most + 1))
             adapters = int(draw.integers(1, min(rows, 16) + 1))
             ranks = draw.choice([16, 32, 64, 128], adapters).tolist()
-            work = KernelWorkload(spread(rows, adapters), ranks, WIDTH, [WIDTH], most=24)
+            work = KernelWorkload(spread(rows, adapters), ranks, WIDTH, [WIDTH], max_copies=24)
             for name, operator in OPERATORS.items():
                 calls = [partial(operator.add, s.ys, s.x, s.weights, work.batch) for s in work.sets]
                 times[name] += in_turn(calls, WARM, ROUNDS // WARM)
@@ -77,7 +77,7 @@ def tilings():
         f"| rows, inputs, outputs of a tile | {' | '.join(INPUTS)} |\n|---|{'---|' * len(INPUTS)}"
     )
     works = [
-        KernelWorkload(spread(rows, 1), [rank], WIDTH, [WIDTH], most=8)
+        KernelWorkload(spread(rows, 1), [rank], WIDTH, [WIDTH], max_copies=8)
         for rows, rank in INPUTS.values()
     ]
     chosen = [table_choice(work.sets[0].weights, work.batch) for work in works]

@@ -134,7 +134,7 @@ def test_lora_comes_first_with_tilings_measured_for_that(monkeypatch, popularity
 def test_the_search_times_lora_first_with_the_base_product():
     work = KernelWorkload(
         spread(24, 3), [16] * 3, 64, WIDTHS, dtype=torch.float32, device=DEVICE,
-        cold=1, most=2, first=True,
+        cold=1, max_copies=2, first=True,
     )  # fmt: skip
     one, other = work.sets
     assert one.base is not None

@@ -111,12 +111,12 @@ class FixedAttentionPlan(AttentionPlan, Protocol):
         """Describe the next step; copies are enqueued, and nothing waits for the device."""
 
 
-def check_room(rows: Rows, pages: int, sequences: int, most: int, max_pages: int) -> None:
+def check_room(rows: Rows, pages: int, sequences: int, limit: int, max_pages: int) -> None:
     """Check that a fixed plan of so many sequences, rows and pages has room for a step."""
     held, used = len(rows.lengths), int(rows.starts[-1])
-    if held > sequences or used > most:
+    if held > sequences or used > limit:
         raise ValueError(
-            f"plan: expected at most {sequences} sequences of {most} rows, got {held} of {used}"
+            f"plan: expected at most {sequences} sequences of {limit} rows, got {held} of {used}"
         )
     if pages > max_pages:
         raise ValueError(f"plan: expected at most {max_pages} pages, got {pages}")

@@ -174,8 +174,8 @@ class FlashInferBackend(AttentionBackend):
         """Rows that decode from which on `crowded_plan` is faster; None except on Hopper GPUs."""
         if not self._hopper:
             return None
-        most = CROWD + sequences // SEQUENCES_PER_CROWD_ROW
-        return most // 2 if self._shares_keys else most
+        limit = CROWD + sequences // SEQUENCES_PER_CROWD_ROW
+        return limit // 2 if self._shares_keys else limit
 
     def crowded_plan(
         self, sequences: int, rows: int
@@ -389,8 +389,8 @@ class FlashInferMixedPlan(FlashInferPlan):
         flat = to_device(pages, cache.device)
         if self._decode is not None:
             # The others attend to one token each, of the pages that follow.
-            decoding, most = rows.decoding, self._decoding
-            ones = np.arange(1, most + 1 - decoding, dtype=np.int32)
+            decoding, limit = rows.decoding, self._decoding
+            ones = np.arange(1, limit + 1 - decoding, dtype=np.int32)
             own = np.concatenate([ends[: decoding + 1], ends[decoding] + ones])
             lasts = np.concatenate([last[:decoding], np.ones_like(ones)])
             self._decode.plan(own, flat[: int(own[-1])], lasts)

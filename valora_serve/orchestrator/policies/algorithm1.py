@@ -25,7 +25,7 @@ class Algorithm1Policy(BasePolicy):
     shares: ClassVar[bool] = False
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:  # by its lines
-        most, theta = view.limits.max_requests, self.settings.theta
+        limit, theta = view.limits.max_requests, self.settings.theta
         everyone = sorted([*view.running, *waiting], key=by_age)
         counts = Counter([r.adapter for r in everyone if can_merge(view, r.adapter)])
         best, count = None, 0
@@ -35,17 +35,17 @@ class Algorithm1Policy(BasePolicy):
         extra += self.cost.switch(view.merged, best)
         for request in everyone:  # 2
             request.credit = view.now - waiting_since(request) + extra
-        starving = [r for r in everyone if r.credit > theta][:most]  # 3
+        starving = [r for r in everyone if r.credit > theta][:limit]  # 3
         others = [r for r in everyone if not r.credit > theta]
-        room = most - len(starving)
-        if best is not None and len(starving) / most <= 0.5 < count / most:  # 5
+        room = limit - len(starving)
+        if best is not None and len(starving) / limit <= 0.5 < count / limit:  # 5
             own = [r for r in everyone if r.adapter == best]
             if not starving:  # 6 to 8
-                return _plan(Mode.MERGED, best, own[:most], "no request starves")
+                return _plan(Mode.MERGED, best, own[:limit], "no request starves")
             held = {r.id for r in starving}  # 10 to 12
             batch = starving + [r for r in own if r.id not in held][:room]
             return _plan(Mode.MIXTURE, best, batch, f"starving: {len(starving)}")
-        note = f"starving: {len(starving)}; most popular adapter: {count} of {most}"  # 14, 15
+        note = f"starving: {len(starving)}; most popular adapter: {count} of {limit}"  # 14, 15
         return _plan(Mode.UNMERGED, None, starving + others[:room], note)
 
 
@@ -65,14 +65,14 @@ class Algorithm1PublishedPolicy(BasePolicy):
     shares: ClassVar[bool] = False
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        most = view.limits.max_requests
-        if not waiting or len(view.running) >= most:
+        limit = view.limits.max_requests
+        if not waiting or len(view.running) >= limit:
             mode = Mode.UNMERGED if view.merged is None else Mode.MIXTURE
             return BatchPlan(mode, view.merged, view.running, (), "no request joins", until=0.0)
         for request in waiting:
             request.credit = view.now - request.arrival
         starving = {r.id for r in waiting if r.credit > self.settings.theta}
-        size = min(most, len(waiting))
+        size = min(limit, len(waiting))
         counts = Counter(r.adapter for r in waiting if can_merge(view, r.adapter))
         best, count = counts.most_common(1)[0] if counts else (None, 0)
         note = f"waiting and starving: {len(starving)}; of one adapter: {count} of {size}"

@@ -243,18 +243,18 @@ class CostPolicy(BasePolicy):
         rows = load.rows.all + load.coming.all
         steps = min(HORIZON, load.remaining / max(1, rows))
         # Without a clear advantage the weights stay as they are.
-        best, least = view.merged, math.inf
+        best, lowest = view.merged, math.inf
         for adapter in candidates:
             rank = self._ranks.get(adapter, 0)
             switch = self.cost.switch(view.merged, adapter, rank)
             cost = switch * (1 + self.settings.hysteresis)
             cost += self.cost.step(load.step(adapter, rank, load.prompt.all))
             cost += steps * self.cost.step(load.step(adapter, rank, 0, later=True))
-            if cost < least:
-                best, least = adapter, cost
+            if cost < lowest:
+                best, lowest = adapter, cost
         chosen = load.groups.get(best)
         own = chosen.rows + chosen.coming if chosen is not None else 0
-        note = f"rows of the merged adapter: {own} of {rows}; predicted {least * 1e3:.1f} ms"
+        note = f"rows of the merged adapter: {own} of {rows}; predicted {lowest * 1e3:.1f} ms"
         return best, note
 
     def observe(self, arrived: Sequence[float]) -> None:
@@ -332,25 +332,25 @@ class CostPolicy(BasePolicy):
             found += (left - later) * rest * (parts + 1) / (2 * parts)
             return found / max(1e-3, 1 - rate * spent / fitting)
 
-        best, least = ordered, math.inf
+        best, lowest = ordered, math.inf
         part, size = _Load(view.running, chunk), 1
         for number, request in enumerate(ordered, 1):
             part.prefill(request)
             if number in (size, fitting):
                 size *= 2
-                if (found := cost(number, part)) < least:
-                    best, least = ordered[:number], found
+                if (found := cost(number, part)) < lowest:
+                    best, lowest = ordered[:number], found
         for adapter in options:
             same = [r for r in ordered if r.adapter == adapter]
-            if same and (found := cost(len(same), _Load([*view.running, *same], chunk))) < least:
-                best, least = same, found
+            if same and (found := cost(len(same), _Load([*view.running, *same], chunk))) < lowest:
+                best, lowest = same, found
         return best
 
     def _chunk(self, load: _Load, adapter: str | None, prompt: int, rate: float) -> int:
         """How many of the `prompt` tokens that it could compute the step should compute."""
         rank, rows, coming = self._ranks.get(adapter, 0), load.rows.all, load.coming.all
         base = self.cost.step(load.step(adapter, rank, 0))
-        best, least = prompt, math.inf
+        best, lowest = prompt, math.inf
         chunks = (size - rows for size in self._sizes)
         for tokens in (prompt, *(c for c in chunks if 0 < c < prompt)):
             time = self.cost.step(load.step(adapter, rank, tokens))
@@ -361,6 +361,6 @@ class CostPolicy(BasePolicy):
             cost += load.going_on * (steps - done) * (time - base)
             # Small steps reduce the throughput, which delays requests that arrive later.
             cost /= max(1e-3, 1 - rate * steps * (time - base) / coming)
-            if cost < least:
-                best, least = tokens, cost
+            if cost < lowest:
+                best, lowest = tokens, cost
         return best

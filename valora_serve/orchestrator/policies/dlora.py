@@ -45,8 +45,8 @@ class DLoraPolicy(BasePolicy):
         self._popular: str | None = None
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
-        most = view.limits.max_requests
-        first_come = [*view.running, *islice(waiting, max(0, most - len(view.running)))]
+        limit = view.limits.max_requests
+        first_come = [*view.running, *islice(waiting, max(0, limit - len(view.running)))]
         counts = Counter([r.adapter for r in first_come])
         credited = [a for a, credit in self._credit.items() if credit >= self.CREDIT and counts[a]]
         mergeable = [a for a in counts if can_merge(view, a)]
@@ -72,7 +72,7 @@ class DLoraPolicy(BasePolicy):
             reason = f"no adapter has {self._enter:.0%} of the requests"
             return BatchPlan(Mode.UNMERGED, None, view.running, ordered, reason)
         paused = Counter([r.adapter for r in first_come if r.adapter != adapter])
-        unit = 0.5 / (self._speed * most)
+        unit = 0.5 / (self._speed * limit)
         for other, count in paused.items():
             self._credit[other] += unit * count
             self._credit[adapter] -= unit * count

@@ -116,8 +116,8 @@ class ValoraPolicy(BasePolicy):
     def _mixture_pays(self, view: View, waiting: Sequence[RequestView], adapter: str) -> bool:
         """Return whether the next steps, with the switch, cost less in mixture mode."""
         limits = view.limits
-        most = min(limits.max_requests, LOOK_AHEAD)
-        requests = list(islice(chain(view.running, waiting), most))
+        limit = min(limits.max_requests, LOOK_AHEAD)
+        requests = list(islice(chain(view.running, waiting), limit))
         own = [r for r in requests if r.adapter == adapter]
         named = [r for r in requests if r.adapter not in (None, adapter)]
         prompts = [(r, min(r.prompt_left, limits.chunk)) for r in requests if r.prompt_left]

@@ -83,14 +83,14 @@ class Admission:
 
     def __init__(
         self,
-        most: int,
+        max_waiting: int,
         *,
         deadline_admission: bool,
         deadline: float,
         deadlines: Mapping[str, float],
         shares: Mapping[str, float] | None = None,
     ) -> None:
-        self._most = most
+        self._max_waiting = max_waiting
         self._deadline_admission = deadline_admission
         self._deadline = deadline
         self._deadlines = dict(deadlines)
@@ -141,12 +141,12 @@ class Admission:
         """
         waiting = self.waiting(running)
         inside = self._clients[client] + (count if own is None else own)
-        shared = self._shares is not None and inside <= self._most * self._part(client)
-        if waiting + count > self._most * (2 if shared else 1):
+        shared = self._shares is not None and inside <= self._max_waiting * self._part(client)
+        if waiting + count > self._max_waiting * (2 if shared else 1):
             wait = min(LONGEST_RETRY, max(1.0, waiting * self._gap.value / 2))
             raise OverloadedError(
                 f"{plural(waiting, 'request|requests is|are')} waiting, and no more than "
-                f"{self._most} may: try again in {math.ceil(wait)} s{', with fewer' * (count > 1)}",
+                f"{self._max_waiting} may: try again in {math.ceil(wait)} s{', with fewer' * (count > 1)}",
                 wait,
             )
         expected = self.predicted(model, running, client)

@@ -48,8 +48,8 @@ def sampling(
 ) -> SamplingParams:
     """Sampling parameters of a request."""
     if logprobs is not None:
-        most = context.service.engine.context_length
-        count = (body.n or 1) * min(max_tokens or most, most) * (logprobs + 1)
+        limit = context.service.engine.context_length
+        count = (body.n or 1) * min(max_tokens or limit, limit) * (logprobs + 1)
         if count > MAX_LOGPROBS:
             raise RequestError(
                 f"n, max_tokens and the number of log probabilities ask for up to {count} of them, "
@@ -251,12 +251,14 @@ async def read_messages(
     if told:
         reading.instruct(told)
     check_text(reading.chars, context)
-    most, images = context.settings.max_images, len(reading.images)
+    limit, images = context.settings.max_images, len(reading.images)
     count = images + len(reading.videos)
     if not count and not reading.chars:
         raise RequestError("messages hold no text and no image: ask something")
-    if count > most:
-        raise ImageError(f"The request has {count} images and videos, more than {most}: send fewer")
+    if count > limit:
+        raise ImageError(
+            f"The request has {count} images and videos, more than {limit}: send fewer"
+        )
     shown = (read(at, images) for at, read in enumerate(reading.images, 1))
     found = await gathered(*shown, *(read() for read in reading.videos))
     return reading.turns if reading.chars else None, found[:images], found[images:]
@@ -330,23 +332,23 @@ class _Reading:
 
 def check_text(chars: int, context: ServerContext) -> None:
     """Refuse a text that is too long to be tokenized."""
-    most = context.settings.max_prompt_chars
-    if chars > most:
+    limit = context.settings.max_prompt_chars
+    if chars > limit:
         raise TooLongError.told(
             context.service.engine.context_length,
-            f"the text has {chars} characters, more than {most}: send a shorter one",
+            f"the text has {chars} characters, more than {limit}: send a shorter one",
         )
 
 
-def several_of(given: str | list[Any], name: str, most: int, context: ServerContext) -> list[Any]:
+def several_of(given: str | list[Any], name: str, limit: int, context: ServerContext) -> list[Any]:
     """Texts, or lists of tokens, of a field that holds one or several of either."""
     several: list[Any] = [given] if isinstance(given, str) else given
     if several and isinstance(several[0], int):
         several = [several]
     if not several or not all(several):
         raise RequestError(f"{name} is empty, or holds an empty text: send a text, or tokens")
-    if len(several) > most:
-        raise RequestError(f"{name} holds {len(several)} texts, more than {most}: send fewer")
+    if len(several) > limit:
+        raise RequestError(f"{name} holds {len(several)} texts, more than {limit}: send fewer")
     check_text(sum(map(len, several)), context)
     return several
 

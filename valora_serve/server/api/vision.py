@@ -201,11 +201,11 @@ async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:
 def _check_media(context: ServerContext, fields: schema.VisionRequest) -> None:
     """Refuse a request that has not images, a video or frames."""
     check_text(len(fields.prompt or ""), context)
-    most, images = context.settings.max_images, fields.images
+    limit, images = context.settings.max_images, fields.images
     if bool(images) + (fields.video is not None) + bool(fields.frames) != 1:
         raise RequestError("Send images, or one video, or a video's frames: one of these")
-    if len(images) > most:
-        raise RequestError(f"The request has {len(images)} images, more than {most}: send fewer")
+    if len(images) > limit:
+        raise RequestError(f"The request has {len(images)} images, more than {limit}: send fewer")
 
 
 async def _read_media(
@@ -249,14 +249,14 @@ async def _from_form(body: bytes, header: str, context: ServerContext, kind: typ
 def _form_items(
     body: bytes, content_type: str, settings: ServerSettings
 ) -> list[tuple[str, str | MediaUrl]]:
-    most, fields = settings.max_images + settings.max_video_frames + 1, 8
+    limit, fields = settings.max_images + settings.max_video_frames + 1, 8
     boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
     if not boundary:
         raise RequestError("The form's content type names no boundary: let your client set it")
     if b"--%b--" % boundary not in body:  # its last part would be left out
         raise RequestError("The form is not whole, as its end is missing: send it again")
-    if body.count(boundary) > most + fields:  # each costs time even where no part begins
-        raise RequestError(f"The form has more than {most} files: send fewer")
+    if body.count(boundary) > limit + fields:  # each costs time even where no part begins
+        raise RequestError(f"The form has more than {limit} files: send fewer")
 
     async def pieces() -> AsyncGenerator[bytes, None]:
         for start in range(0, len(body), _PIECE):
@@ -264,7 +264,7 @@ def _form_items(
 
     async def parse() -> list[tuple[str, str | MediaUrl]]:
         parser = MultiPartParser(
-            Headers({"content-type": content_type}), pieces(), max_files=most, max_fields=fields,
+            Headers({"content-type": content_type}), pieces(), max_files=limit, max_fields=fields,
             max_part_size=4 * settings.max_prompt_chars,
         )  # fmt: skip
         parser.spool_max_size = len(body) + 1  # never on disk
@@ -299,10 +299,10 @@ def _requests(
     question, warnings = question_of(model, prompt, head=head)
     frames = [] if video is None else [len(video)]
     warnings += check_measured_media(model, 1 - len(frames), frames, head=head)
-    most = fields.max_tokens or answer_tokens(model, arrival.context)
+    limit = fields.max_tokens or answer_tokens(model, arrival.context)
     common: dict[str, Any] = {
         "model": model.name, "min_score": fields.min_score, "cache_salt": fields.cache_salt,
-        "sampling": SamplingParams(max_tokens=most, temperature=settings.temperature),
+        "sampling": SamplingParams(max_tokens=limit, temperature=settings.temperature),
         "deadline": arrival.time_left(), "store": fields.store is not False,
         "video": video is not None,
     }  # fmt: skip

@@ -201,8 +201,8 @@ def measure_video(file: BinaryIO, limits: Limits) -> tuple[int, int]:
         limits.check("video", context.width, context.height)
         pixels = context.width * context.height
         frames = limits.frames * IMAGE_BYTES * pixels  # the server holds them
-        least = size + MIN_VIDEO_BYTES * pixels + OVERHEAD
-        limits.check_memory("video", context.width, context.height, frames + least)
+        needed = size + MIN_VIDEO_BYTES * pixels + OVERHEAD
+        limits.check_memory("video", context.width, context.height, frames + needed)
         memory = size + VIDEO_BYTES * pixels + 4 * OVERHEAD
         return limits.frames * pixels, min(memory, limits.memory - frames)
 
@@ -215,7 +215,7 @@ def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, 
     with _container(file, limits) as (container, context):
         context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
         container.streams.video[0].thread_type, context.thread_count = "NONE", 1
-        most, count = limits.frames * context.width * context.height, limits.frames
+        left, count = limits.frames * context.width * context.height, limits.frames
         until = time.monotonic() + limits.seconds
         times = _frame_times(container, limits, until)
         first, last = times[0], times[-1]
@@ -228,8 +228,8 @@ def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, 
             _check_time(until)
             limits.check("video", frame.width, frame.height)
             if number in shown:
-                most -= shown.count(number) * frame.width * frame.height
-                if most < 0:
+                left -= shown.count(number) * frame.width * frame.height
+                if left < 0:
                     raise ImageError("The video's frames have more pixels than its header tells")
                 # One thread: by default there is one for each core, and each takes address space.
                 yield frame.to_image(threads=1), shown.count(number)

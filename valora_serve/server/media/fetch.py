@@ -48,19 +48,19 @@ class Fetcher:
         self._hosts = {_named_host(name) for name in settings.media_hosts}
         self._pool: httpcore.AsyncConnectionPool | None = None
 
-    async def content(self, url: str, most: int, what: str) -> bytes | bytearray:
+    async def content(self, url: str, max_bytes: int, what: str) -> bytes | bytearray:
         """Content of a URL."""
         url = url.strip()
         scheme = url[:8].partition(":")[0].lower()
         loop = asyncio.get_running_loop()
         if scheme == "data":
             if len(url) <= _BASE64_CHARS:
-                return _from_data_url(url, most, what)
-            return await loop.run_in_executor(self._threads, _from_data_url, url, most, what)
+                return _from_data_url(url, max_bytes, what)
+            return await loop.run_in_executor(self._threads, _from_data_url, url, max_bytes, what)
         if scheme in ("http", "https"):
             try:
                 async with asyncio.timeout(self._settings.media_seconds):
-                    return await self._fetch(url, most, what)
+                    return await self._fetch(url, max_bytes, what)
             except TimeoutError as error:
                 raise ImageError(
                     f"Fetching the {what} took longer than {self._settings.media_seconds:g} s: "
@@ -68,7 +68,7 @@ class Fetcher:
                 ) from error
         if scheme == "file":
             return await loop.run_in_executor(
-                self._threads, _from_folder, self._folder, url, most, what
+                self._threads, _from_folder, self._folder, url, max_bytes, what
             )
         raise ImageError(
             f"The {what} is neither a data: nor an http(s): nor a file: URL: send it as "
@@ -80,7 +80,7 @@ class Fetcher:
         if self._pool is not None:
             await self._pool.aclose()
 
-    async def _fetch(self, text: str, most: int, what: str) -> bytes:
+    async def _fetch(self, text: str, max_bytes: int, what: str) -> bytes:
         url: httpx.URL | None = None
         for _ in range(MAX_REDIRECTS + 1):
             try:
@@ -89,7 +89,7 @@ class Fetcher:
                 raise ImageError(f"The {what}'s URL is not valid: {str(error)[:200]}") from error
             self._check_url(url, what)
             try:
-                found = await self._get(url, most, what)
+                found = await self._get(url, max_bytes, what)
             except _FETCH_FAILS as error:
                 raise ImageError(
                     f"The {what} cannot be fetched from {_host(url)}: {type(error).__name__}"
@@ -112,7 +112,7 @@ class Fetcher:
                 "send it as a data: URL, or let the operator name the host in media_hosts"
             )
 
-    async def _get(self, url: httpx.URL, most: int, what: str) -> bytes | str:
+    async def _get(self, url: httpx.URL, max_bytes: int, what: str) -> bytes | str:
         if self._pool is None:
             backend = _CheckedNetwork(self._settings.media_private)
             self._pool = httpcore.AsyncConnectionPool(network_backend=backend, max_connections=32)
@@ -134,8 +134,8 @@ class Fetcher:
             content = bytearray()
             async for piece in response.aiter_stream():
                 content += piece
-                if len(content) > most:
-                    raise too_large(what, most)
+                if len(content) > max_bytes:
+                    raise too_large(what, max_bytes)
             return bytes(content)
 
 
@@ -172,7 +172,7 @@ def is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def _from_data_url(url: str, most: int, what: str) -> bytearray:
+def _from_data_url(url: str, max_bytes: int, what: str) -> bytearray:
     head = _DATA_URL.match(url)
     if head is None:
         raise ImageError(f"The {what}'s data: URL is not in base64: write data:{what}/…;base64,…")
@@ -189,8 +189,8 @@ def _from_data_url(url: str, most: int, what: str) -> bytearray:
             ended = rest and len(content) % 3  # there was padding, which must be the end
             content += base64.b64decode(b"=" if ended else rest[:whole], validate=True)
             rest = rest[whole:]
-            if len(content) > most:
-                raise too_large(what, most)
+            if len(content) > max_bytes:
+                raise too_large(what, max_bytes)
     except ValueError as error:
         raise ImageError(f"The {what}'s data: URL holds no valid base64") from error
     return content
@@ -205,7 +205,7 @@ def _allowed_folder(folder: str | None) -> Path | None:
     return path.resolve()
 
 
-def _from_folder(folder: Path | None, url: str, most: int, what: str) -> bytes:
+def _from_folder(folder: Path | None, url: str, max_bytes: int, what: str) -> bytes:
     if folder is None:
         raise ImageError(
             f"The {what} is a file: URL, and this server reads no local files: send a data: URL, "
@@ -217,21 +217,21 @@ def _from_folder(folder: Path | None, url: str, most: int, what: str) -> bytes:
         path = (folder / unquote(parts.path)).resolve()
         if parts.netloc.lower() not in ("", "localhost") or not path.is_relative_to(folder):
             raise outside
-        with open_regular(path, most=1 << 62) as file:
+        with open_regular(path, max_bytes=1 << 62) as file:
             # A link that was put there meanwhile leads elsewhere.
             opened = Path(f"/proc/self/fd/{file.fileno()}").readlink()
             if not opened.is_relative_to(folder):
                 raise outside
-            if os.fstat(file.fileno()).st_size > most:
-                raise too_large(what, most)
-            return file.read(most)
+            if os.fstat(file.fileno()).st_size > max_bytes:
+                raise too_large(what, max_bytes)
+            return file.read(max_bytes)
     except (UnreadableError, OSError, ValueError, RuntimeError) as error:
         raise outside from error
 
 
-def too_large(what: str, most: int) -> ImageError:
-    """Error about content of more than `most` bytes."""
-    return ImageError(f"The {what} is larger than {most} bytes: send a smaller one")
+def too_large(what: str, max_bytes: int) -> ImageError:
+    """Error about content of more than `max_bytes` bytes."""
+    return ImageError(f"The {what} is larger than {max_bytes} bytes: send a smaller one")
 
 
 def _text(location: bytes) -> str:

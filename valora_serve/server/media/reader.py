@@ -26,8 +26,8 @@ _FRAMES = "data:video/jpeg;base64,"
 class Pixels:
     """Pixels of a request's images until it ends, limited before anything is decoded."""
 
-    def __init__(self, reader: MediaReader, most: int, all_together: int) -> None:
-        self._reader, self._most, self._all_together = reader, most, all_together
+    def __init__(self, reader: MediaReader, limit: int, all_together: int) -> None:
+        self._reader, self._max_pixels, self._all_together = reader, limit, all_together
         self._mine, self._over = 0, False
         self.seconds = 0.0  # of decoding
 
@@ -36,9 +36,9 @@ class Pixels:
         with self._reader.lock:
             if self._over:  # another of its images has failed
                 raise ImageError("The request is over")
-            if self._mine + count > self._most:
+            if self._mine + count > self._max_pixels:
                 raise ImageError(
-                    f"The request's images have more than {self._most} pixels together: send fewer "
+                    f"The request's images have more than {self._max_pixels} pixels together: send fewer "
                     "or smaller ones"
                 )
             if self._reader.held + count > self._all_together:
@@ -126,9 +126,9 @@ class MediaReader:
         return await self.images(urls, pixels)
 
     def _check_frames(self, count: int) -> None:
-        most = self._settings.max_video_frames
-        if count > most:
-            text = f"The video has {plural(count, 'frame')}, more than {most}: send fewer"
+        limit = self._settings.max_video_frames
+        if count > limit:
+            text = f"The video has {plural(count, 'frame')}, more than {limit}: send fewer"
             raise ImageError(text)
 
     async def close(self) -> None:
@@ -140,18 +140,18 @@ class MediaReader:
         if self._text_only:  # before anything is fetched or decoded for it
             raise ImageError("The base model reads text alone: leave images and videos out")
         image = what == "image"
-        most = self._settings.max_image_bytes if image else self._settings.max_video_bytes
+        limit = self._settings.max_image_bytes if image else self._settings.max_video_bytes
         if isinstance(source, str):
-            fetching = self._fetcher.content(source, most, what)
+            fetching = self._fetcher.content(source, limit, what)
             del source  # may hold the file in base64
             source = await fetching
-        if len(source) > most:
-            raise too_large(what, most)
+        if len(source) > limit:
+            raise too_large(what, limit)
 
         def take(count: int) -> None:
-            if pixels.seconds >= (most := SHARE * self._limits.seconds):
+            if pixels.seconds >= (limit := SHARE * self._limits.seconds):
                 raise ImageError(
-                    f"The request's images take longer than {most:g} s to decode together: send "
+                    f"The request's images take longer than {limit:g} s to decode together: send "
                     "fewer or smaller ones"
                 )
             pixels.take(count)

@@ -144,9 +144,11 @@ class AdapterCache:
                 folder.mkdir()
             hashes, left = {}, self._adapter_bytes
             for file, size in found.sizes.items():
-                most = left if size is None else min(size, left)
+                max_bytes = left if size is None else min(size, left)
                 with resolver.open(name, file, found) as stream:
-                    hashes[file], read = self._copy(stream, folder / file, name, most, cancelled)
+                    hashes[file], read = self._copy(
+                        stream, folder / file, name, max_bytes, cancelled
+                    )
                 if read > left:
                     raise self._too_large(name, f"more than {self._adapter_bytes}")
                 if size not in (None, read):
@@ -178,7 +180,7 @@ class AdapterCache:
                 self._reserved -= room
 
     def _copy(
-        self, stream: Stream, file: Path, name: str, most: int, cancelled: threading.Event
+        self, stream: Stream, file: Path, name: str, max_bytes: int, cancelled: threading.Event
     ) -> tuple[str, int]:
         """Copy a file; return its sha256 and bytes, or what is read when they are too many."""
         digest, read = hashlib.sha256(), 0
@@ -190,7 +192,7 @@ class AdapterCache:
                 read += len(piece)
                 if cancelled.is_set():
                     raise _given_up(name)
-                if read > most:
+                if read > max_bytes:
                     break
                 digest.update(piece)
                 left = memoryview(piece)

@@ -33,7 +33,7 @@ class FolderResolver(Resolver):
 
     def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
         try:
-            return open_regular(self._path(name, file), most=1 << 62)  # the reader bounds it
+            return open_regular(self._path(name, file), max_bytes=1 << 62)  # the reader bounds it
         except UnreadableError as error:
             if isinstance(error.__cause__, PermissionError):
                 raise error.__cause__ from error

@@ -327,7 +327,7 @@ def assert_empty(engine):
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pages_kv) == (0, 0, 0)
     assert len(engine.blocks) == 0
-    assert len(engine.requests.places) == engine.settings.max_requests
+    assert len(engine.requests.free_slots) == engine.settings.max_requests
     assert not engine.requests.wanted
     held = stats.pages_adapters + stats.pages_contexts
     assert stats.pages_free + held == stats.pages_total

@@ -19,10 +19,10 @@ from valora_serve.demo.command import BUNDLES
 _ALL = re.MULTILINE | re.DOTALL
 
 
-def pack(folder: Path, place: Path) -> Path:
+def pack(folder: Path, out: Path) -> Path:
     """Copy a bundle, whose files are verified, into a folder of bundles, without its pictures."""
     bundle = read_bundle(folder)
-    target = place / bundle.name
+    target = out / bundle.name
     shutil.rmtree(target, ignore_errors=True)
     for name in bundle.manifest["files"]:
         if not name.startswith("pictures/"):  # which only its README shows

@@ -535,7 +535,7 @@ class Engine:
 
     def _schedulable(self, sequence: SequenceState) -> bool:
         """Return whether a running request has a token to compute, as far as the host knows."""
-        if sequence.place is None:
+        if sequence.slot is None:
             return False  # its head computes its result
         if not sequence.pending:
             return True

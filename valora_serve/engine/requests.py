@@ -43,7 +43,7 @@ class Requests:
         # Requests by what policies know their adapters by, where that is no key, and by id.
         self.mixes: dict[str, dict[str, SequenceState]] = {}
         adapters.wanted, prefixes.wanted = self.wanted, self.wanted_prefixes
-        self.places = deque(range(max_requests))  # free slots in the batch
+        self.free_slots = deque(range(max_requests))  # in the batch
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._deadlines: list[tuple[float, str]] = []
         self._starved = False  # a request waits too long for room for its prefix
@@ -139,10 +139,10 @@ class Requests:
 
     def admit(self, sequence: SequenceState) -> bool:
         """Give a waiting request its slot, pages, adapter and prefix; False if one is missing."""
-        if sequence.place is not None:
+        if sequence.slot is not None:
             return True
         prefix, given, blocks = sequence.prefix, sequence.prompt.given, self.blocks
-        if not self.places or not self.adapters.resident.issuperset(sequence.adapters):
+        if not self.free_slots or not self.adapters.resident.issuperset(sequence.adapters):
             return False
         if prefix is not None and prefix not in self.prefixes.resident:
             return False
@@ -177,7 +177,7 @@ class Requests:
         cached = max(cached, given)
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
-        sequence.place = self.places.popleft()
+        sequence.slot = self.free_slots.popleft()
         sequence.computed, sequence.chosen = cached, False
         if not sequence.preemptions:
             sequence.cached = min(cached, sequence.prompt_tokens)
@@ -196,10 +196,10 @@ class Requests:
 
     def release(self, sequence: SequenceState) -> None:
         """Give back a request's place, pages and pins, if it has them."""
-        if sequence.place is None:
+        if sequence.slot is None:
             return
-        self.places.append(sequence.place)
-        sequence.place = None
+        self.free_slots.append(sequence.slot)
+        sequence.slot = None
         sequence.keys = self.blocks.close(sequence.id)
         self._pin(sequence, release=True)
         sequence.features.clear()

@@ -64,7 +64,7 @@ class SequenceState:
     prefix: str | None = None  # key of the prefix of its context
     root: bytes = b""  # what its keys in the prefix cache begin with: tenant and that prefix
     mask_seconds: float = 0.0  # that its constraint has taken to compute masks
-    place: int | None = None  # its slot in the batch, None while it waits
+    slot: int | None = None  # in the batch, None while it waits
     computed: int = 0  # tokens with keys and values, those of the step under way included
     pending: int = 0  # tokens that the device has chosen and the host has not read yet
     chosen: bool = False  # whether its last token lies in its slot on the device
@@ -103,7 +103,7 @@ class SequenceState:
         end = start + count
         terms = [(adapters.slot(key), weight) for key, weight in self.adapters.items()]
         work = Work(
-            place=self.place if self.place is not None else 0,
+            slot=self.slot if self.slot is not None else 0,
             start=start,
             count=count,
             tokens=None,

@@ -289,8 +289,8 @@ class BlockManager:
         """Key of the block before `index`, and the salt, which joins in at token `since`."""
         if index != since // self.block_size:
             return key
-        place = since % self.block_size
-        return key + salt + (b"|%d" % place if salt and place else b"")
+        offset = since % self.block_size
+        return key + salt + (b"|%d" % offset if salt and offset else b"")
 
     def _key(
         self, before: bytes, tokens: Sequence[int], spans: Sequence[ImageSpan], index: int
@@ -302,8 +302,8 @@ class BlockManager:
         digest.update(array("q", tokens[start:stop]).tobytes())
         for span in spans:
             if span.start < stop and span.stop > start:
-                place = (span.start - start, min(span.stop, stop) - start, len(span.key))
-                digest.update(b"|%d|%d|%d|" % place)
+                offset = (span.start - start, min(span.stop, stop) - start, len(span.key))
+                digest.update(b"|%d|%d|%d|" % offset)
                 digest.update(span.key)
         return digest.digest()
 

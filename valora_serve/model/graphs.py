@@ -228,7 +228,7 @@ class DecodeGraphs(Graphs[DecodeGraph]):
         """Enqueue a decode step on the graph that `find` returned for it.
 
         Returns for every work logits [works, vocabulary] float32, argmax [works] int64, whether
-        they are finite [works] bool, its place in `StepResources.last_tokens` [works] int64.
+        they are finite [works] bool, its slot in `StepResources.last_tokens` [works] int64.
         """
         size, count = graph.inputs.shape[1], len(works)
         graph.turn ^= 1
@@ -237,7 +237,7 @@ class DecodeGraphs(Graphs[DecodeGraph]):
         staging = graph.staging[graph.turn].numpy()
         staging[0, count:] = self._resources.max_requests
         staging[1:, count:] = 0
-        staging[0, :count] = [work.place for work in works]
+        staging[0, :count] = [work.slot for work in works]
         staging[1:, :count] = [work.start + work.delta for work in works]
         graph.inputs.copy_(graph.staging[graph.turn], non_blocking=True)
         if graph.events:

@@ -128,11 +128,11 @@ class ModelRunner:
         self, graph: DecodeGraph, works: Sequence[Work], terms: LoraTerms | None
     ) -> StepResult:
         """A decode step from a graph; the graph itself takes the argmax of the logits."""
-        logits, tokens, finite, places = self._decode_graphs.replay(graph, works, terms)
+        logits, tokens, finite, slots = self._decode_graphs.replay(graph, works, terms)
         choices = [work.choice for work in works if work.choice is not None]
         if not all(choice.is_argmax for choice in choices):
             tokens = self._sample(logits, choices)
-            self._last_tokens[places] = tokens
+            self._last_tokens[slots] = tokens
         logprobs = self._logprobs(works, logits, tokens)
         told, copied = to_host(mark_broken(tokens, finite))
         return StepResult(told, logprobs, [None] * len(works), [], copied)
@@ -144,7 +144,7 @@ class ModelRunner:
         total = int(starts[-1])
         ids = np.zeros(total, np.int64)
         positions = np.empty((3, total), np.int64)
-        decoding, places = [], []
+        decoding, from_slots = [], []
         placed = list(zip(works, starts.tolist(), strict=False))
         for work, at in placed:
             end = at + work.count
@@ -153,7 +153,7 @@ class ModelRunner:
                 positions[:, at:end] = work.positions
             if work.tokens is None:
                 decoding.append(at)
-                places.append(work.place)
+                from_slots.append(work.slot)
             else:
                 ids[at:end] = work.tokens
         choosing = [i for i, work in enumerate(works) if work.choice is not None]
@@ -167,9 +167,9 @@ class ModelRunner:
                 positions if self._lmm.three_positions else positions[0],
                 ids,
                 np.array(decoding, np.int64),
-                np.array(places, np.int64),
+                np.array(from_slots, np.int64),
                 starts[1:][choosing].astype(np.int64) - 1,
-                np.array([work.place for work in chosen], np.int64),
+                np.array([work.slot for work in chosen], np.int64),
                 np.concatenate([np.zeros(0, np.int64), *(rows for _, rows in keeping)]),
             ],
             self._device,

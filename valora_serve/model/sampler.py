@@ -24,19 +24,19 @@ class TokenCounts:
 
     def __init__(self, prompt: Sequence[int]) -> None:
         # In the order of their first occurrence, so that each token has a fixed place.
-        self._place = {token: place for place, token in enumerate(dict.fromkeys(prompt))}
-        self.ids = np.fromiter(self._place, np.int64, len(self._place))
+        self._column = {token: column for column, token in enumerate(dict.fromkeys(prompt))}
+        self.ids = np.fromiter(self._column, np.int64, len(self._column))
         self.counts = np.zeros(len(self.ids), np.float32)
         self._generated = 0
 
     def update(self, tokens: Sequence[int], start: int) -> None:
         """Count the tokens of an answer, which starts at `start` and only grows."""
         for token in tokens[start + self._generated :]:
-            if token not in self._place:
-                self._place[token] = len(self._place)
+            if token not in self._column:
+                self._column[token] = len(self._column)
                 self.ids = np.append(self.ids, token)
                 self.counts = np.append(self.counts, np.float32(0))
-            self.counts[self._place[token]] += 1
+            self.counts[self._column[token]] += 1
             self._generated += 1
 
 

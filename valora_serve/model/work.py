@@ -23,7 +23,7 @@ from valora_serve.model.sampler import StepLogprobs, TokenChoice
 class Work:
     """One request's share of a step."""
 
-    place: int  # of the request among the running ones; the device keeps its last token there
+    slot: int  # of the request among the running ones; the device keeps its last token there
     start: int  # index of the share's first token in the sequence
     count: int  # tokens of the share
     tokens: Sequence[int] | None  # their ids; None for a decode step: its token is on the device

@@ -83,8 +83,8 @@ class BasePolicy:
         """Keep shares, clusters and patience, in whichever order a subclass admits."""
         urgent, starved = {r.id for r in plan.urgent}, view.now - self.settings.patience
         if self._shares is not None:
-            places = {r.id: place for place, r in enumerate(waiting)}
-            plan.waiting = sorted(plan.waiting, key=lambda r: (r.id not in urgent, places[r.id]))
+            order = {r.id: number for number, r in enumerate(waiting)}
+            plan.waiting = sorted(plan.waiting, key=lambda r: (r.id not in urgent, order[r.id]))
         if self.settings.clusters and plan.waiting:
             plan.waiting = _cluster(view, plan.waiting, self.settings.clusters)
         if self._shares is None and view.waiting and view.waiting[0].arrival < starved:

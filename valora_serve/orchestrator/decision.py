@@ -110,10 +110,10 @@ def _oldest(queue: Sequence[RequestView], limit: int) -> Sequence[RequestView]:
     """Return the oldest requests of a queue, in turn from each client if there are several."""
     seen: Counter[str | None] = Counter()
     turns: list[tuple[int, int]] = []
-    for place, request in enumerate(queue):
-        turns.append((seen[request.client], place))
+    for number, request in enumerate(queue):
+        turns.append((seen[request.client], number))
         seen[request.client] += 1
-    return [queue[place] for _, place in heapq.nsmallest(limit, turns)]
+    return [queue[number] for _, number in heapq.nsmallest(limit, turns)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ def write(made: Comparison, domain: ServedModel, source: Path, out: Path) -> Pat
     return written(out / "beside.html", _PAGE + "\n".join(parts))
 
 
-def _figure(one: Prediction, alone: list[list[Box]], place: str) -> str:
+def _figure(one: Prediction, alone: list[list[Box]], link: str) -> str:
     shapes, labels = [], []
     for side, boxes in zip(_SIDES[1:], alone, strict=True):
         for box in boxes:
@@ -173,7 +173,7 @@ def _figure(one: Prediction, alone: list[list[Box]], place: str) -> str:
                 f"width={box.x1 - box.x0:.1f} height={box.y1 - box.y0:.1f}></rect>"
             )
     return (
-        f'<figure><svg viewBox="0 0 {one.width} {one.height}"><image href="{place}" width=100% '
+        f'<figure><svg viewBox="0 0 {one.width} {one.height}"><image href="{link}" width=100% '
         f"height=100%></image>{''.join(shapes)}</svg><figcaption>{escape(one.file)}: "
         f"{', '.join(labels)}</figcaption></figure>"
     )

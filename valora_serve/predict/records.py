@@ -52,7 +52,7 @@ class Results:
 
     def predictions(self) -> Iterator[Prediction]:
         """All answers, sorted by file and domain; failures are left out."""
-        order = {name: place for place, name in enumerate(self.domains)}
+        order = {name: number for number, name in enumerate(self.domains)}
         found = read_predictions(self.out / PREDICTIONS)
         kept = [made for made in found if made.error is None and made.domain in order]
         yield from sorted(kept, key=lambda made: (made.file, order[made.domain]))

@@ -124,7 +124,7 @@ class EngineReplica:
     """A server that follows the board; `host` and `place` are the machine and folder of fronts."""
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
-        self, application: str, version: str, host: str, place: Path, engine: EngineSettings,
+        self, application: str, version: str, host: str, cwd: Path, engine: EngineSettings,
         settings: ServerSettings, bundles: Sequence[tuple[Path, str]],
     ) -> None:  # fmt: skip
         if version != own_version():
@@ -133,7 +133,7 @@ class EngineReplica:
                 f"{version}: install the same version on every machine of the Ray cluster"
             )
         with contextlib.suppress(OSError):  # then all paths have to be absolute
-            os.chdir(place)
+            os.chdir(cwd)
         logs.set_up(settings.log_level, settings.log_format)
         logs.ACCESS.setLevel(logging.ERROR)  # fronts log requests
         for folder, sha256 in bundles:

@@ -58,7 +58,7 @@ class AffinityRouter(LeastRouter):
         ranked = sorted(replicas, key=lambda r: _weight(adapter, r.id), reverse=True)
         homes = ranked[: s.choices]
 
-        def place(replica: ReplicaState) -> tuple[float, int, float]:
+        def rank(replica: ReplicaState) -> tuple[float, int, float]:
             over = replica.load if replica.load >= cap else -1.0
             if adapter in replica.resident:
                 return over, 0, 0.0
@@ -66,7 +66,7 @@ class AffinityRouter(LeastRouter):
                 return over, 1, 0.0
             return (over, 2, replica.load) if replica in homes else (over, 3, 0.0)
 
-        return sorted(ranked, key=place)  # stable: the adapter's own order decides among equals
+        return sorted(ranked, key=rank)  # stable: the adapter's own order decides among equals
 
 
 ROUTERS: Registry[type[Router]] = Registry(

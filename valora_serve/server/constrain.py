@@ -112,14 +112,14 @@ class Grammars:
 
     async def _in_turn(self, grammar: Grammar, key: str, client: str) -> _Known:
         """Wait until a grammar is compiled, which those wait for, too, that ask for the same."""
-        place, mine = (client, key), sum(client == other for other, _ in self._waiting)
+        waiter, mine = (client, key), sum(client == other for other, _ in self._waiting)
         full = len(self._waiting) >= MAX_WAITING or mine >= MAX_OF_ONE
-        if full and place not in self._waiting:
+        if full and waiter not in self._waiting:
             raise OverloadedError(
                 "Too many JSON schemas wait to be compiled: try again in 1 s, and send the same "
                 "schema rather than a new one each time"
             )
-        self._waiting[place] += 1
+        self._waiting[waiter] += 1
         try:
             # Who has got the client's own turn queues for that of all, with one place there.
             async with self._turns.setdefault(client, asyncio.Lock()), self._turn:
@@ -127,7 +127,7 @@ class Grammars:
                     return known
                 return await asyncio.shield(self._compiled(grammar, key, client))
         finally:
-            self._waiting[place] -= 1
+            self._waiting[waiter] -= 1
             self._waiting += Counter()  # without those that are 0
 
     async def _compiled(self, grammar: Grammar, key: str, client: str) -> _Known:

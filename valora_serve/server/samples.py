@@ -58,7 +58,7 @@ class Samples:
     def _keep(self, name: str, image: Image, note: str) -> None:
         content, info = io.BytesIO(), PngInfo()
         info.add_itxt(NOTE, note)
-        place = self._folder / quote(name, safe="").replace(".", "%2E")
+        folder = self._folder / quote(name, safe="").replace(".", "%2E")
         try:
             image.save(content, "PNG", compress_level=1, pnginfo=info)
             with FileLock(self._folder / ".lock", timeout=_SECONDS, mode=0o600):
@@ -66,11 +66,11 @@ class Samples:
                 if full := held + content.tell() > self._max_bytes:
                     reason = "it is full"
                 else:
-                    place.mkdir(0o700, exist_ok=True)
-                    partial = place / ".partial"
+                    folder.mkdir(0o700, exist_ok=True)
+                    partial = folder / ".partial"
                     partial.touch(0o600)
                     partial.write_bytes(content.getbuffer())
-                    partial.replace(place / f"{time.time_ns()}.png")
+                    partial.replace(folder / f"{time.time_ns()}.png")
         except OSError as error:
             full, reason = True, str(error.strerror or error)
         finally:

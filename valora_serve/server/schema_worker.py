@@ -92,8 +92,8 @@ def matcher_of(rules: str, tokenizer: Any) -> Any:
     matcher = llguidance.LLMatcher(tokenizer, rules, log_level=0, limits=limits)
     if matcher.is_error():
         wrong, title = matcher.get_error(), ""
-        if place := re.match(r"at (\d+)\(", wrong):
-            name, _, schema = rules.splitlines()[int(place[1]) - 1].partition(": %json ")
+        if at := re.match(r"at (\d+)\(", wrong):
+            name, _, schema = rules.splitlines()[int(at[1]) - 1].partition(": %json ")
             title = _title(name, json.loads(schema)) if schema else ""
         raise RequestError(f"{title}The JSON schema cannot be used: {first_line(wrong)}")
     return matcher

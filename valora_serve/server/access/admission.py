@@ -146,7 +146,8 @@ class Admission:
             wait = min(LONGEST_RETRY, max(1.0, waiting * self._gap.value / 2))
             raise OverloadedError(
                 f"{plural(waiting, 'request|requests is|are')} waiting, and no more than "
-                f"{self._max_waiting} may: try again in {math.ceil(wait)} s{', with fewer' * (count > 1)}",
+                f"{self._max_waiting} may: try again in {math.ceil(wait)} s"
+                f"{', with fewer' * (count > 1)}",
                 wait,
             )
         expected = self.predicted(model, running, client)

@@ -111,11 +111,11 @@ def router(context: ServerContext) -> APIRouter:
 
     def cards_of(models: Sequence[ServedModel]) -> list[ModelCard]:
         stats = engine.stats()
-        places = adapter_states(models, stats)
+        states = adapter_states(models, stats)
         return [
             card(
                 one, engine.context_length,
-                quarantined=stats.quarantined.get(one.name), state=places.get(one.name),
+                quarantined=stats.quarantined.get(one.name), state=states.get(one.name),
                 resolver=None if loader is None else loader.source(one.name),
             )
             for one in models

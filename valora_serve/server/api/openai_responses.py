@@ -148,7 +148,7 @@ class _Responses:
         item["status"] = "in_progress"
         yield self._event("output_item.added", output_index=len(self._items) - 1, item={**item})
         if "content" in item:
-            yield self._event("content_part.added", **self._place(), part=_part(""))
+            yield self._event("content_part.added", **self._ids(), part=_part(""))
 
     def _ended(self, status: str) -> Iterator[dict[str, Any]]:
         """Events that end the last item, if there is one."""
@@ -157,27 +157,27 @@ class _Responses:
         if self._unsent and "content" in self._items[-1]:
             yield self._more("")
         self._unsent.clear()
-        item, place, text = self._items[-1], self._place(), "".join(self._pieces)
+        item, ids, text = self._items[-1], self._ids(), "".join(self._pieces)
         item["status"] = status
         if "arguments" in item:
             item["arguments"], name = text, item["name"]
-            yield self._event("function_call_arguments.done", **place, arguments=text, name=name)
+            yield self._event("function_call_arguments.done", **ids, arguments=text, name=name)
         else:
             item["content"] = [_part(text, self._logprobs)]
             logprobs = {"text": text, "logprobs": self._logprobs}
-            yield self._event("output_text.done", **place, **logprobs)
-            yield self._event("content_part.done", **place, part=item["content"][0])
+            yield self._event("output_text.done", **ids, **logprobs)
+            yield self._event("content_part.done", **ids, part=item["content"][0])
         yield self._event("output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _more(self, delta: str) -> dict[str, Any]:
         self._pieces.append(delta)
         new, self._unsent = self._unsent, []
         if "arguments" in self._items[-1]:
-            return self._event("function_call_arguments.delta", **self._place(), delta=delta)
+            return self._event("function_call_arguments.delta", **self._ids(), delta=delta)
         self._logprobs += new
-        return self._event("output_text.delta", **self._place(), delta=delta, logprobs=new)
+        return self._event("output_text.delta", **self._ids(), delta=delta, logprobs=new)
 
-    def _place(self) -> dict[str, Any]:
+    def _ids(self) -> dict[str, Any]:
         item = self._items[-1]
         within = {"content_index": 0} if "content" in item else {}
         return {"item_id": item["id"], "output_index": len(self._items) - 1, **within}

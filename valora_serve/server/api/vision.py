@@ -150,8 +150,8 @@ async def looked(
         asking = gathered(*(service.ask_together(row, dict(http.headers)) for row in rows))
         answers = await until_disconnect(http.receive, asking)
     found: dict[str, schema.VisionAnswer | schema.ErrorAnswer] = {}
-    for place, name in enumerate(tickets):
-        lasts = [row[place] for row in answers]
+    for number, name in enumerate(tickets):
+        lasts = [row[number] for row in answers]
         if (wrong := next((one for one in lasts if isinstance(one, ServeError)), None)) is None:
             found[name] = _answered(arrivals[name], lasts, shown, asked[name][1])
         else:

@@ -316,8 +316,8 @@ class ServedSet:
         if (folder := await self.unload("context", name)) is None:
             return
         try:
-            place = await asyncio.to_thread(self._checked, "context", folder)
-            await asyncio.to_thread(shutil.rmtree, place, ignore_errors=True)
+            inside = await asyncio.to_thread(self._checked, "context", folder)
+            await asyncio.to_thread(shutil.rmtree, inside, ignore_errors=True)
         except errors.AdapterError as error:  # gone, or the adapter folder is another one now
             logs.LOG.warning("the files of context %s are left where they are: %s", name, error)
 

@@ -96,15 +96,15 @@ def _download(uri: str, downloads: Path) -> Path:
     if importlib.util.find_spec("mlflow") is None:
         raise SettingsError(f"{uri} needs MLflow: pip install mlflow, or name a bundle's folder")
     downloads.mkdir(parents=True, exist_ok=True)
-    place = tempfile.mkdtemp(dir=downloads)
-    command = [sys.executable, "-m", "mlflow", "artifacts", "download", "-u", uri, "-d", place]
+    folder = tempfile.mkdtemp(dir=downloads)
+    command = [sys.executable, "-m", "mlflow", "artifacts", "download", "-u", uri, "-d", folder]
     try:
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=_SECONDS)
     except subprocess.SubprocessError as error:
         said = getattr(error, "stderr", None) or str(error)  # of MLflow, or that it took too long
         reason = str(said).strip().splitlines()[-1]
         raise SettingsError(f"{uri} cannot be fetched from MLflow: {reason}") from error
-    bundles = sorted(item.parent for item in Path(place).rglob(MANIFEST))
+    bundles = sorted(item.parent for item in Path(folder).rglob(MANIFEST))
     if not bundles:
         raise SettingsError(f"{uri} holds no {MANIFEST}: name a bundle's model version")
     return bundles[0]

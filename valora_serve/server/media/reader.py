@@ -38,8 +38,8 @@ class Pixels:
                 raise ImageError("The request is over")
             if self._mine + count > self._max_pixels:
                 raise ImageError(
-                    f"The request's images have more than {self._max_pixels} pixels together: send fewer "
-                    "or smaller ones"
+                    f"The request's images have more than {self._max_pixels} pixels together: send "
+                    "fewer or smaller ones"
                 )
             if self._reader.held + count > self._all_together:
                 raise OverloadedError("Images of other requests fill the memory: try again soon")
@@ -86,7 +86,7 @@ class MediaReader:
         return Pixels(self, self._settings.max_request_pixels, self._settings.max_held_pixels)
 
     async def image(
-        self, url: MediaUrl, pixels: Pixels, place: int = 1, count: int = 1
+        self, url: MediaUrl, pixels: Pixels, number: int = 1, count: int = 1
     ) -> Image.Image:
         """Fetch and decode an image, one of `count`: RGB, as its EXIF says."""
         try:
@@ -94,13 +94,13 @@ class MediaReader:
         except ImageError as error:
             if count == 1:
                 raise
-            raise ImageError(f"Image {place} of {count}: {error}") from error
+            raise ImageError(f"Image {number} of {count}: {error}") from error
         return image
 
     async def images(self, urls: Sequence[MediaUrl], pixels: Pixels) -> list[Image.Image]:
         """Fetch and decode images."""
-        places = enumerate(urls, 1)
-        return await gathered(*(self.image(url, pixels, at, len(urls)) for at, url in places))
+        numbered = enumerate(urls, 1)
+        return await gathered(*(self.image(url, pixels, at, len(urls)) for at, url in numbered))
 
     async def video(self, url: MediaUrl, pixels: Pixels) -> list[Image.Image]:
         """Fetch a video and decode evenly spaced frames of it, in RGB and in order; as `image`.

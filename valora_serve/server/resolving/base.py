@@ -43,7 +43,7 @@ def leads_inside(folder: Path, target: Path, root: Path) -> bool:
         one.parent / "blobs" for one in (folder, *folder.parents)
         if one.name == "snapshots" and one.parent.name.startswith("models--")
     )  # fmt: skip
-    return any(target.is_relative_to(place) for place in (root, *blobs))
+    return any(target.is_relative_to(path) for path in (root, *blobs))
 
 
 def without_password(said: object) -> str:
@@ -84,19 +84,19 @@ class Stream(Protocol):
 class Resolver(ABC):
     """Finds adapters by name at one place; its methods are called in threads.
 
-    They may raise `PermissionError` if the place denies access, any other `OSError` if it cannot
+    They may raise `PermissionError` if the source denies access, any other `OSError` if it cannot
     be reached, and a `ServeError` that says what else is wrong.
     """
 
     remedy = "put it there"  # what whoever asks for an adapter that it does not have may do
 
-    def __init__(self, scheme: str, place: str) -> None:
-        self.scheme, self.place = scheme, place
+    def __init__(self, scheme: str, location: str) -> None:
+        self.scheme, self.location = scheme, location
 
     @property
     def url(self) -> str:
         """The place with its scheme."""
-        return f"{self.scheme}://{self.place}"
+        return f"{self.scheme}://{self.location}"
 
     @abstractmethod
     def find(self, name: str) -> Found | None:

@@ -133,7 +133,7 @@ class AdapterCache:
         if sum(known) > self._adapter_bytes:
             raise self._too_large(name, f"{sum(known)}")
         room = sum(known) if len(known) == len(found.sizes) else self._adapter_bytes
-        place = self._folder / _hash_of(f"{resolver.url}\0{name}\0{found.version}")[:24]
+        path = self._folder / _hash_of(f"{resolver.url}\0{name}\0{found.version}")[:24]
         self._reserve(room, name)
         partial = None
         try:
@@ -159,7 +159,7 @@ class AdapterCache:
                 raise _changed(name)
             entry = Entry(
                 name, resolver.scheme, _hash_of(resolver.url), found.version,
-                self._adapter_bytes - left, hashes, place / folder.name,
+                self._adapter_bytes - left, hashes, path / folder.name,
             )  # fmt: skip
             facts = {key: getattr(entry, key) for key in ("name", "source", "place", "version")}
             with self._writing(name):
@@ -169,8 +169,8 @@ class AdapterCache:
                         raise _given_up(name)
                     if name in self._entries:
                         self._delete(name)
-                    shutil.rmtree(place, ignore_errors=True)
-                    partial.replace(place)
+                    shutil.rmtree(path, ignore_errors=True)
+                    partial.replace(path)
                     self._entries[name] = entry
             return entry
         finally:
@@ -247,15 +247,15 @@ class AdapterCache:
     def _read_again(self) -> None:
         """Find what an earlier run has left; what is incomplete or damaged is deleted."""
         folders = [item for item in self._folder.iterdir() if item.is_dir()]
-        places = [item for item in folders if _is_own(item)]
-        if others := sorted({item.name for item in folders} - {item.name for item in places}):
+        own = [item for item in folders if _is_own(item)]
+        if others := sorted({item.name for item in folders} - {item.name for item in own}):
             logs.LOG.warning("adapter_cache %s also holds %s and %d others, which are not used",
                              self._folder, others[0], len(others) - 1)  # fmt: skip
-        for place in sorted(places, key=lambda item: item.stat().st_mtime):
-            entry = None if place.name.startswith(_PARTIAL) else _read_entry(place)
+        for folder in sorted(own, key=lambda item: item.stat().st_mtime):
+            entry = None if folder.name.startswith(_PARTIAL) else _read_entry(folder)
             if entry is None or entry.name in self._entries:
-                logs.LOG.info("deleting %s of the adapter cache, which is incomplete", place.name)
-                shutil.rmtree(place, ignore_errors=True)
+                logs.LOG.info("deleting %s of the adapter cache, which is incomplete", folder.name)
+                shutil.rmtree(folder, ignore_errors=True)
             else:
                 self._entries[entry.name] = entry
         for name in tuple(self._entries):
@@ -278,11 +278,11 @@ def _is_own(folder: Path) -> bool:
     return made or folder.name.startswith(_PARTIAL)
 
 
-def _read_entry(place: Path) -> Entry | None:
+def _read_entry(path: Path) -> Entry | None:
     """Read an adapter of an earlier run; None if it is not as it was written."""
     try:
-        facts = read_json(place / _ENTRY, 1 << 16)
-        hashes, folder = facts.pop("sha256"), place / facts["name"].rpartition("/")[2]
+        facts = read_json(path / _ENTRY, 1 << 16)
+        hashes, folder = facts.pop("sha256"), path / facts["name"].rpartition("/")[2]
         if not {*FILES} <= {*hashes} <= {*FETCHED}:
             return None
         size = sum((folder / file).stat().st_size for file in hashes)

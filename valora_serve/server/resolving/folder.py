@@ -14,11 +14,13 @@ from valora_serve.server.resolving.base import Found, Resolver, Stream, leads_in
 class FolderResolver(Resolver):
     """Finds the adapter ``name`` in the folder ``place/name``, which links must not lead out of."""
 
-    def __init__(self, scheme: str, place: str) -> None:
-        super().__init__(scheme, place)
-        self._root = expanded(place).absolute()
+    def __init__(self, scheme: str, location: str) -> None:
+        super().__init__(scheme, location)
+        self._root = expanded(location).absolute()
         if not self._root.is_dir():
-            raise SettingsError(f"adapter_sources: {place} is no folder: make it, or name another")
+            raise SettingsError(
+                f"adapter_sources: {location} is no folder: make it, or name another"
+            )
 
     def find(self, name: str) -> Found | None:
 

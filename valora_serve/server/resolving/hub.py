@@ -16,11 +16,11 @@ class HubResolver(Resolver):
     Files are read from the commit that was found; a token comes from HF_TOKEN, or from the login.
     """
 
-    def __init__(self, scheme: str, place: str) -> None:
-        super().__init__(scheme, place.strip("/"))
-        if "/" in self.place:
+    def __init__(self, scheme: str, location: str) -> None:
+        super().__init__(scheme, location.strip("/"))
+        if "/" in self.location:
             raise SettingsError(
-                f"adapter_sources: {scheme}://{place} names more than an owner: name "
+                f"adapter_sources: {scheme}://{location} names more than an owner: name "
                 f"{scheme}://OWNER, whose repositories are adapters, or {scheme}:// for names with "
                 "their owner"
             )
@@ -56,7 +56,7 @@ class HubResolver(Resolver):
             yield _Pieces(one.iter_raw(1 << 20))
 
     def _repository(self, name: str) -> str:
-        return f"{self.place}/{name}" if self.place else name
+        return f"{self.location}/{name}" if self.location else name
 
 
 class _Pieces:

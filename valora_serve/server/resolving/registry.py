@@ -1,4 +1,4 @@
-"""The resolvers by the scheme of their place; other packages add theirs with an entry point."""
+"""The resolvers by the scheme of their location; other packages add theirs with an entry point."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RESOLVERS: Registry[Callable[[str, str], Resolver]] = Registry(
 
 
 def make_resolvers(sources: Iterable[str]) -> list[Resolver]:
-    """Make the resolver of each place; a scheme that nobody has registered is one of fsspec."""
+    """Make the resolver of each location; a scheme that nobody has registered is one of fsspec."""
     made = []
     for source in sources:
         if not source.strip():
             raise SettingsError("adapter_sources has an empty entry: name a folder or a URL")
-        scheme, separator, place = source.partition("://")
+        scheme, separator, location = source.partition("://")
         if not separator:
-            scheme, place = "file", source
+            scheme, location = "file", source
         kind = scheme if scheme in RESOLVERS and scheme != _ANY else _ANY
-        made.append(RESOLVERS[kind](scheme, place))
+        made.append(RESOLVERS[kind](scheme, location))
     return made

@@ -28,8 +28,8 @@ was last read and the URL that a server redirects to."""
 class FsspecResolver(base.Resolver):
     """Finds the adapter ``name`` at ``scheme://place/name``."""
 
-    def __init__(self, scheme: str, place: str) -> None:
-        super().__init__(scheme, place.rstrip("/"))
+    def __init__(self, scheme: str, location: str) -> None:
+        super().__init__(scheme, location.rstrip("/"))
         self._own = threading.local()
         try:
             self._files, self._root = self._open_files()

@@ -77,7 +77,7 @@ def test_a_new_version_replaces_the_old_one(place):
     assert held.get("a", shelf, "2") is None
     assert held.get("a", shelf) == old
     elsewhere = Shelf()
-    elsewhere.place = "elsewhere"
+    elsewhere.location = "elsewhere"
     assert held.get("a", elsewhere) is None
     new = fetch(held, shelf, "a")
     assert not old.folder.exists()

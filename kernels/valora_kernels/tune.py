@@ -215,7 +215,7 @@ class Tuner:
         self, group: ProjectionGroup, case: Case, tilings: Sequence[Tiling], repeats: int = 3
     ) -> dict[Tiling, float]:
         if self._work is None:
-            options = {"device": str(self._device), "cold": COLD_BYTES, "most": MAX_SETS}
+            options = {"device": str(self._device), "cold": COLD_BYTES, "max_copies": MAX_SETS}
             self._work = workload(group, case, **options)
         work = self._work
         calls = {str(t): [call_of(ALL, t, work, one) for one in work.sets] for t in tilings}

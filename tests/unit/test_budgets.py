@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_278,
     "teachers/valora_teachers": 1_609,
     "kernels/valora_kernels": 3_770,
-    "valora_serve": 27_097,
+    "valora_serve": 27_104,
     "tests/*/valora_train": 6_975,
     "tests/*/valora_data": 3_530,
     "tests/*/valora_teachers": 1_142,

@@ -119,7 +119,9 @@ def load_model(
         if quantize is not None:
             options |= quantized.loading_options(base, source, dtype, device)
         model: Any = (read or family.load_model)(source, dtype=dtype, **options)
-    except (OSError, ValueError, ImportError) as error:
+    except ValoraError:
+        raise
+    except Exception as error:  # of a damaged file, libraries raise whatever they trip over
         raise BundleError(f"cannot load base model {base}: {first_line(error)}") from error
     if family.takes_images:
         check_image_token(base, model.config, processor)

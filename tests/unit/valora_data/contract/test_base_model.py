@@ -158,6 +158,23 @@ def test_what_is_no_base_model_of_images(random_llava, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("model.safetensors", b""), ("model.safetensors", b"\xff" * 100), ("config.json", b"{"),
+        ("tokenizer.json", b"{}"), ("tokenizer.json", b"\xff\xfe"),
+        ("processor_config.json", b"[]"),
+    ],
+)  # fmt: skip
+def test_a_damaged_base_model_is_told_in_one_sentence(random_llava, tmp_path, file, content):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(random_llava, damaged)
+    (damaged / file).write_bytes(content)
+    with pytest.raises(BundleError) as caught:
+        load_model(str(damaged), torch.float32)
+    assert str(damaged) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("family", "changed", "said"),
     [
         ("gemma3_text", {"use_bidirectional_attention": True}, "has use_bidirectional_attention"),

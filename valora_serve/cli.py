@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import uvicorn
 
-    from valora_serve.engine.async_engine import AsyncEngine
+    from valora_serve.engine.process import EngineProcess
     from valora_serve.server.loading.startup import Served
 
 _ABOUT = """\
@@ -165,8 +165,9 @@ async def _serve(
 ) -> int:
     from functools import partial
 
-    from valora_serve.engine.start import start_engine
+    from valora_serve.engine.process import EngineProcess
     from valora_serve.server.app import make_server
+    from valora_serve.server.constrain import read_tokenizer
     from valora_serve.server.loading import startup
     from valora_serve.server.media.pool import shared_pool
 
@@ -188,7 +189,7 @@ async def _serve(
         await run(sockets, folders, settings, engine_settings, replica_settings, announce)
         return 0
     shared_pool().start()  # ready by the time that the model is loaded
-    engine = await start_engine(engine_settings)
+    engine = await EngineProcess.start(engine_settings, read_tokenizer)
     try:
         app, found = await startup.make_app(engine, settings, folders, engine_settings)
         server = make_server(app, settings)
@@ -230,7 +231,7 @@ def _tell(found: Served, address: str, began: float) -> None:
 
 
 async def _watch(
-    server: uvicorn.Server, engine: AsyncEngine, on_started: Callable[[], None] | None
+    server: uvicorn.Server, engine: EngineProcess, on_started: Callable[[], None] | None
 ) -> None:
     """Call `on_started`, and end the server when its engine has lost a process of its group."""
     while not server.started:

@@ -353,7 +353,7 @@ class NewContext:
 
 
 class EngineClient(Protocol):
-    """Interface that the server uses; `AsyncEngine` implements it, and a fake in the tests.
+    """Interface that the server uses; `EngineProcess` and `AsyncEngine` implement it.
 
     What loads raises an `AdapterError`, and what unloads an `UnknownModelError` or a `BusyError`;
     nothing has changed then. Unfinished requests of what is unloaded are still answered.

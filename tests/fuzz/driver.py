@@ -116,9 +116,9 @@ def together(work):
 @contextlib.contextmanager
 def served(*arguments, cwd, seconds=120, unwanted="Traceback"):
     """A ``valora-serve`` that must end in time, with status 0 and nothing unwanted in its log."""
-    from tests.e2e.valora_serve.serving import Process  # imports torch
+    from tests.e2e.valora_serve.serving import Process, whole  # imports torch
 
-    process = Process(*arguments, cwd=cwd).ready(300)
+    process = Process(*arguments, cwd=cwd, start=whole).ready(300)
     try:
         yield process
         status = process.end(seconds=seconds)

@@ -17,6 +17,7 @@ from functools import partial
 import httpx
 import psutil
 
+from tests.e2e.valora_serve.serving import processes_of
 from tests.fuzz import adapters
 from tests.fuzz.driver import alike, error_of, together
 from tests.fuzz.tenants import ALWAYS, MORE, SOMETIMES, Tenants, content_of
@@ -64,12 +65,18 @@ class Soak(Tenants):
         self.count("change", answer.status_code, None if fits else f"{name}: {answer.text}")
         return answer.status_code
 
+    def processes(self):
+        """Process ids of the server and of its engine."""
+        server = self.server.process.pid
+        [engine] = processes_of(server, "process")
+        return server, engine
+
     def status(self):
         with self.client() as client:
             return client.get("/v1/status").json()
 
     def rest(self):
-        """Wait until nothing runs and connections are closed; return what the process holds."""
+        """Wait until nothing runs and connections are closed; return what both processes hold."""
         for name in self.server.names() & {*SOMETIMES, MORE[0]}:
             self.turn(name, load=False)
         end = time.monotonic() + 60
@@ -77,11 +84,12 @@ class Soak(Tenants):
             assert time.monotonic() < end, f"requests are left after a minute: {state}"
             time.sleep(0.1)
         time.sleep(7)  # keep-alive connections end
-        process = psutil.Process(self.server.process.pid)
-        files = process.num_fds()  # before a connection is opened to ask
+        both = [psutil.Process(pid) for pid in self.processes()]
+        files = sum(one.num_fds() for one in both)  # before a connection is opened to ask
         state = self.status()
         pages = state["pages_total"] - state["pages_free"] - state["pages_adapters"]
-        return pages, process.num_threads(), files, process.memory_info().rss
+        memory = sum(one.memory_info().rss for one in both)
+        return pages, sum(one.num_threads() for one in both), files, memory
 
     def learn(self):
         """Ask everything alone; return the answers that any batch must give."""
@@ -186,14 +194,15 @@ class Soak(Tenants):
 
     def full_disk(self, rng):
         """Fill the disk, as far as the server can tell: no file may grow beyond a few bytes."""
-        pid = self.server.process.pid
-        before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (16, before[1]))
+        before = resource.prlimit(self.server.process.pid, resource.RLIMIT_FSIZE)
+        for pid in self.processes():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (16, before[1]))
         try:
             for _ in range(3):
                 self.turn_over(rng)
         finally:
-            resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+            for pid in self.processes():
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
         self.turn_over(rng)
 
     def case(self, rng, number):

@@ -4,6 +4,7 @@ Where whole processes matter (signals, exit status, what is said), and their sta
 """
 
 import atexit
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -20,8 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from valora_serve.engine import workers
-from valora_serve.engine.workers import Workers
+from valora_serve.engine import launch
 from valora_train.metrics import speed
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -58,6 +58,7 @@ def _run(module, arguments, cwd, log, environment, gate):
     current_process()._config["daemon"] = False  # may have processes of its own
     if "OMP_NUM_THREADS" in environment:  # which torch read where it was imported
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    launch.subprocess = LAUNCHED
     speed.ROUNDS = 1  # what is measured for reports is not looked at
     if not gate:
         from valora_train.stages import export
@@ -106,28 +107,28 @@ class Forked:
             os.kill(self.pid, how)
 
 
-class ForkedWorker(Forked):
-    """What `subprocess.Popen` gives of a worker of a tensor-parallel group."""
+class ForkedModule(Forked):
+    """What `subprocess.Popen` gives of a process that `launch` starts."""
 
     log = None
 
     def __init__(self, command, *, pass_fds, **_):
-        assert command[:3] == [sys.executable, "-m", Workers.module]
-        self._start(_work, *(Connection(os.dup(one)) for one in pass_fds))
+        assert command[:2] == [sys.executable, "-m"]
+        self._start(_module, command[2], *(Connection(os.dup(one)) for one in pass_fds))
 
 
-def _work(*pipes):
-    workers.main([str(pipe.fileno()) for pipe in pipes])
+def _module(name, *pipes):
+    importlib.import_module(name).main([str(pipe.fileno()) for pipe in pipes])
+
+
+LAUNCHED = SimpleNamespace(Popen=ForkedModule, DEVNULL=subprocess.DEVNULL)
 
 
 @contextmanager
 def forked_workers():
     """Fork the workers of tensor-parallel groups, which take seconds to import torch."""
     with pytest.MonkeyPatch.context() as patch:
-        fake = SimpleNamespace(
-            Popen=ForkedWorker, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-        )
-        patch.setattr(workers, "subprocess", fake)
+        patch.setattr(launch, "subprocess", LAUNCHED)
         yield
 
 

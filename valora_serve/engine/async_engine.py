@@ -106,9 +106,10 @@ class AsyncEngine:
                     self._wake.wait(left if left > 0 else None)
                     self._wake.clear()
                     continue
-                self._deliver(engine.step())
+                outputs = engine.step()
                 quiet_since = time.monotonic()
-                self._stats = engine.stats()
+                self._stats = engine.stats()  # first, so that who has an answer sees it counted
+                self._deliver(outputs)
                 if engine.stalled:
                     self._wake.wait(PAUSE)
                     self._wake.clear()

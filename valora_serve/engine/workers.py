@@ -12,7 +12,6 @@ import copyreg
 import io
 import itertools
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
@@ -32,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 
 from valora_data.errors import ValoraError
+from valora_serve.engine.launch import how_it_ended, launch
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.sizing import find_device
 from valora_serve.errors import AdapterError, StoppedError
@@ -114,20 +114,11 @@ class Workers:
             raise
 
     def _start(self, rank: int, *orders: object) -> None:
-        """Start a fresh interpreter (a forked one has no GPU) in a session without Ctrl-C."""
-        ours, theirs = zip(*(multiprocessing.Pipe() for _ in range(2)), strict=True)
-        numbers = [one.fileno() for one in theirs]
-        self.processes.append(subprocess.Popen(
-            [sys.executable, "-m", self.module, *map(str, numbers)],
-            pass_fds=numbers, start_new_session=True, stdin=subprocess.DEVNULL,
-            stdout=2,  # rank 0's standard output is its own
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        ))  # fmt: skip
-        for one in theirs:
-            one.close()
-        self._calls.append(ours[0])
-        self._beside.append(ours[1])
-        ours[0].send((rank, *orders))
+        process, [calls, beside] = launch(self.module, 2)
+        self.processes.append(process)
+        self._calls.append(calls)
+        self._beside.append(beside)
+        calls.send((rank, *orders))
         threading.Thread(target=self._watch, args=(rank,), name="watch", daemon=True).start()
 
     def lead(self, engine: Any) -> None:
@@ -212,9 +203,7 @@ class Workers:
         code = self.processes[rank - 1].wait()
         if self._closing or self.lost is not None:
             return
-        how = f"ended with exit code {code}"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
+        how = how_it_ended(code)
         with contextlib.suppress(EOFError, OSError):  # it may have said why
             how = f"failed: {self._calls[rank - 1].recv()}"
         size = len(self.processes) + 1

@@ -21,13 +21,14 @@ import ray
 from ray import serve
 from starlette.responses import Response
 
-from valora_serve.engine.start import start_engine
+from valora_serve.engine.process import EngineProcess
 from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.board import INSIDE, PERIOD, Report
 from valora_serve.replicas.front import FACTS, FRONT, LOAD
 from valora_serve.server.api.system import own_version
 from valora_serve.server.app import make_server
+from valora_serve.server.constrain import read_tokenizer
 from valora_serve.server.loading.startup import make_app
 from valora_serve.server.loading.state_file import (
     FILES,
@@ -145,7 +146,7 @@ class EngineReplica:
         cache = f"{settings.adapter_cache}/{serve.get_replica_context().rank.rank}"
         settings = dataclasses.replace(settings, adapter_cache=cache)
         shared_pool().start()
-        self._engine = await start_engine(engine)
+        self._engine = await EngineProcess.start(engine, read_tokenizer)
         try:
             state = SharedState(self._board, self._name, Path(settings.state_file))
             folders = [folder for folder, _ in bundles]

@@ -58,6 +58,7 @@ class _Known:
 
     client: str  # that asked for it
     made: Any  # its matcher, or why it has none
+    rules: str = ""  # that the matcher was made from
     worn: bool = False  # whether a copy of the matcher has filled the lexer that they share
 
 
@@ -81,17 +82,13 @@ class Grammars:
 
     def read(self) -> None:
         """Read the engine's tokenizer; this holds up all threads for seconds, so do it at start."""
-        import llguidance
-
         self._was_read = True
-        tokenizer = self._engine.tokenizer
-        if tokenizer is None:
-            return
-        try:
-            readable, end = _readable(tokenizer), tokenizer.eos_token_id
-            self._tokenizer = llguidance.LLTokenizer(readable, eos_token=end)
-        except (AttributeError, ValueError) as error:  # it is not of the tokenizers library
-            LOG.warning("response_format is not served with this tokenizer: %s", error)
+        self._tokenizer = read_tokenizer(self._engine.tokenizer)
+        if self._tokenizer is None and self._engine.tokenizer is not None:
+            LOG.warning(
+                "response_format is not served: the base model's tokenizer is not one of the "
+                "tokenizers library"
+            )
 
     async def constraints(
         self, grammar: Grammar, count: int = 1, client: str = ""
@@ -133,10 +130,11 @@ class Grammars:
     async def _compiled(self, grammar: Grammar, key: str, client: str) -> _Known:
         loop = asyncio.get_running_loop()
         try:
-            made = await loop.run_in_executor(self._thread, self._compile, grammar, key)
+            known = await loop.run_in_executor(self._thread, self._compile, grammar, key)
         except RequestError as error:
-            made = str(error)
-        known = self._known[key] = _Known(client, made)
+            known = _Known(client, str(error))
+        known.client = client
+        self._known[key] = known
         # The oldest of the client that has the most goes for it.
         while len(self._known) > REMEMBERED or sum(map(len, self._known)) > MAX_CHARS:
             ((heaviest, _),) = Counter(one.client for one in self._known.values()).most_common(1)
@@ -162,8 +160,8 @@ class Grammars:
                 "The JSON schema takes too long to compile, or too much memory: simplify it"
             ) from error
 
-    def _compile(self, grammar: Grammar, key: str) -> Any:
-        """Return the matcher of a grammar, which is tried; refused if that fails."""
+    def _compile(self, grammar: Grammar, key: str) -> _Known:
+        """Make the matcher of a grammar, which is tried; refused if that fails."""
         if not self._was_read:
             self.read()
         if self._tokenizer is None:
@@ -171,7 +169,8 @@ class Grammars:
                 "The base model's tokenizer takes no JSON schema: leave out response_format and "
                 "tools"
             )
-        matcher = schema_worker.matcher_of(self._rules(key), self._tokenizer)
+        rules = self._rules(key)
+        matcher = schema_worker.matcher_of(rules, self._tokenizer)
         known = _Known("", matcher)
         GrammarConstraint(known, grammar).may()
         for begin in grammar.begins:
@@ -180,7 +179,7 @@ class Grammars:
                 for token in self._tokenizer.tokenize_str(begin):
                     trial.advance(token)
                 self._try(trial, first, TRIAL_SECONDS / len(grammar.begins))
-        return matcher
+        return _Known("", matcher, rules)
 
     def _try(self, trial: GrammarConstraint, first: str, seconds: float) -> None:
         """Walk on in a grammar, by the `first` character allowed, to exceed its limits now."""
@@ -199,6 +198,9 @@ class GrammarConstraint:
     def __init__(self, known: _Known, grammar: Grammar) -> None:
         self.grammar = grammar
         self._known, self._matcher = known, known.made.deep_copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._known.rules, self.grammar)
 
     def may(self) -> NDArray[np.bool_]:
         """Return which tokens may come next, [tokenizer's vocabulary] bool, at least one."""
@@ -242,6 +244,39 @@ class GrammarConstraint:
             f"The JSON schema is too complex ({reason}): use fewer alternatives, optional "
             "properties and repetitions"
         )
+
+
+# Of the engine's process: its tokenizer, and what was compiled there, by rules.
+_tokenizer: Any = None
+_restorable: OrderedDict[str, _Known] = OrderedDict()
+
+
+def read_tokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer as the grammar engine has it, and constraints that arrive here use it.
+
+    None if it is not one of the tokenizers library. Holds up all threads for seconds.
+    """
+    global _tokenizer  # noqa: PLW0603 - what unpickles has nothing else
+    import llguidance
+
+    try:
+        end = tokenizer.eos_token_id
+        _tokenizer = llguidance.LLTokenizer(_readable(tokenizer), eos_token=end)
+    except (AttributeError, ValueError):
+        _tokenizer = None
+    return _tokenizer
+
+
+def _restored(rules: str, grammar: Grammar) -> GrammarConstraint:
+    """Make a constraint in the engine's process from what the server's has compiled and tried."""
+    known = _restorable.get(rules)
+    if known is None or known.worn:
+        known = _Known("", schema_worker.matcher_of(rules, _tokenizer), rules)
+        _restorable[rules] = known
+        while len(_restorable) > REMEMBERED or sum(map(len, _restorable)) > MAX_CHARS:
+            _restorable.popitem(last=False)
+    _restorable.move_to_end(rules)
+    return GrammarConstraint(known, grammar)
 
 
 def _readable(tokenizer: Any) -> str:

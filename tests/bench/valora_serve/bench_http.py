@@ -13,7 +13,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,23 +23,17 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from tests.e2e.valora_serve.serving import Process
+from tests.e2e.valora_serve.serving import Process, whole
 from tests.support.serve_helpers import make_bundle
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.server.api.system import memory_bytes
 from valora_serve.server.app import create_app, make_server
 from valora_serve.server.settings import ServerSettings
+from valora_serve.server.telemetry.metrics import memory_bytes
 from valora_serve.types import Request, SamplingParams
 
 TURNS = 400
-
-
-def whole(module, arguments, cwd, log, env):
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    with log.open("w") as file:
-        return subprocess.Popen(command, cwd=cwd, env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
 def http(path, body, kind="application/json"):

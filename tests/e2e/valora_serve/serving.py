@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -99,6 +101,24 @@ def free_port():
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
+
+
+def whole(module, arguments, cwd, log, env):
+    """Start a whole process, whose own ones are its children, and not a forked one."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    with log.open("w") as file:
+        return subprocess.Popen(command, cwd=cwd, env=env, stdout=file, stderr=subprocess.STDOUT)
+
+
+def processes_of(pid, module):
+    """Process ids of a module's processes below a process."""
+    found = []
+    listed = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+    for child in " ".join(listed).split():
+        if f"valora_serve.engine.{module}" in Path(f"/proc/{child}/cmdline").read_text():
+            found.append(int(child))
+        found += processes_of(int(child), module)
+    return found
 
 
 class Process:

@@ -50,8 +50,9 @@ class Replicated(Process):
 
 def yield_to_others(process):
     """Let the threads of a busy replica leave the cores to one that starts."""
-    for thread in process.threads():
-        os.setpriority(os.PRIO_PROCESS, thread.id, 19)
+    for one in (process, *process.children()):
+        for thread in one.threads():
+            os.setpriority(os.PRIO_PROCESS, thread.id, 19)
 
 
 until = partial(http_helpers.until, pause=0.25)  # a page of metrics takes time, too
@@ -298,9 +299,9 @@ def test_replicas_follow_the_queue_and_drain(replicated):
 
     def ask(number):
         while not enough.is_set():
-            answers.append((24, replicated.chat(text=f"go {number}", **options)))
+            answers.append((96, replicated.chat(text=f"go {number}", **options)))
 
-    options = {"max_tokens": 24, "ignore_eos": True, "seconds": 120}
+    options = {"max_tokens": 96, "ignore_eos": True, "seconds": 120}
     with ThreadPoolExecutor(4 * TARGET) as pool:
         for number in range(4 * TARGET):
             pool.submit(ask, number)

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,15 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.e2e.valora_serve.serving import ROOT, SECRET, Process, bundle_with_golden, write_golden
+from tests.e2e.valora_serve.serving import (
+    ROOT,
+    SECRET,
+    Process,
+    bundle_with_golden,
+    processes_of,
+    whole,
+    write_golden,
+)
 from tests.support.http_helpers import data_url, encoded, until
 from tests.support.serve_helpers import DOMAINS, DomainSpec, make_adapter, make_bundle
 from valora_data.contract.bundle import GOLDEN, read_bundle
@@ -211,3 +221,27 @@ def test_guidellm_runs_unmodified(served, tmp_path):
     (run,) = report["benchmarks"]
     assert len(run["requests"]["successful"]) == 6
     assert not run["requests"]["errored"]
+
+
+def test_a_killed_engine_ends_the_server_and_a_killed_server_its_engine(tmp_path):
+    server = Process(cwd=tmp_path, start=whole).ready()
+    with ThreadPoolExecutor() as threads:
+        late = threads.submit(server.chat, max_tokens=1500, ignore_eos=True)
+        time.sleep(1.0)
+        (engine,) = processes_of(server.process.pid, "process")
+        os.kill(engine, signal.SIGKILL)
+        answer = late.result(60)
+    reason = "the process of the engine was killed by SIGKILL: restart the server"
+    assert answer.status_code == 503 and reason in answer.text
+    assert server.process.wait(60) == 1
+    log = server.log.read_text()
+    assert f"error: {reason}" in log and "Traceback" not in log
+
+    server = Process(cwd=tmp_path, start=whole).ready()
+    (engine,) = processes_of(server.process.pid, "process")
+    server.end(signal.SIGKILL)
+    end = time.monotonic() + 30
+    while Path(f"/proc/{engine}/cmdline").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    status = Path(f"/proc/{engine}/status")
+    assert not status.exists() or "State:\tZ" in status.read_text()

@@ -4,24 +4,16 @@ import os
 import signal
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.e2e.valora_serve.serving import Process
+from tests.e2e.valora_serve.serving import Process, processes_of, whole
 
 pytestmark = pytest.mark.slow
 
 
-def workers(pid):
-    """Process ids of a server's workers."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    lines = {int(child): Path(f"/proc/{child}/cmdline").read_text() for child in children}
-    return [child for child, line in lines.items() if "valora_serve.engine.worker" in line]
-
-
 def test_a_server_whose_process_is_killed_answers_and_exits(tmp_path):
-    server = Process("--device", "cpu", "--tensor-parallel", "2", cwd=tmp_path)
+    server = Process("--device", "cpu", "--tensor-parallel", "2", cwd=tmp_path, start=whole)
     try:
         server.ready(240)
         answer = server.chat(max_tokens=3)
@@ -34,7 +26,7 @@ def test_a_server_whose_process_is_killed_answers_and_exits(tmp_path):
         asking = threading.Thread(target=ask)
         asking.start()
         time.sleep(1.0)
-        (worker,) = workers(server.process.pid)
+        (worker,) = processes_of(server.process.pid, "workers")
         os.kill(worker, signal.SIGKILL)
         asking.join(30)
         assert late["answer"].status_code >= 500

@@ -30,5 +30,5 @@ def early_error(monkeypatch, capsys):
         assert cli.main(list(arguments)) == 1
         return capsys.readouterr().err
 
-    monkeypatch.setattr("valora_serve.engine.start.start_engine", never)
+    monkeypatch.setattr("valora_serve.engine.process.EngineProcess.start", never)
     return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import platform
-import resource
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from valora_serve.server.access.guard import JSON, Access, allow
 from valora_serve.server.api.schema import ResponseBody, fields_of
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part
+from valora_serve.server.telemetry.metrics import memory_bytes
 from valora_serve.types import EngineStats
 
 
@@ -57,8 +57,7 @@ class Status(EngineStatus):  # type: ignore[misc]
     uptime_seconds: float
     replicas: dict[str, EngineStatus] | None = Field(
         default=None,
-        description="every replica by its name, whose sum the others are; null if there is one "
-        "engine, in the server's process",
+        description="every replica by its name, whose sum the others are; null if there are none",
     )
 
 
@@ -85,12 +84,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def memory_bytes() -> int:
-    """Resident memory of this process, in bytes."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * resource.getpagesize()
 
 
 def router(context: ServerContext) -> APIRouter:

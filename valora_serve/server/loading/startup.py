@@ -146,7 +146,7 @@ def tell_of_unknown(setting: str, names: Iterable[str], what: str, known: Iterab
 
 
 async def make_app(
-    engine: Any,  # an `AsyncEngine`, with its settings
+    engine: Any,  # that can be warmed up, with its settings
     settings: ServerSettings,
     folders: Sequence[Path],
     engine_settings: Any,

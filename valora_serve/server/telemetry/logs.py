@@ -32,7 +32,9 @@ class _Formatter(logging.Formatter):
         facts: dict[str, Any] = {"request_id": request_id.get()}
         facts |= getattr(record, "facts", {})
         facts = {name: value for name, value in facts.items() if value is not None}
-        error = self.formatException(record.exc_info) if record.exc_info else None
+        error = record.exc_text  # of the engine's process
+        if record.exc_info:
+            error = self.formatException(record.exc_info)
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         stamp += f".{int(record.msecs):03d}Z"
         if self._json:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
@@ -62,6 +65,10 @@ class Metrics:
             "valora_http_request_duration_seconds", "HTTP requests, first byte to last.",
             ["path"], buckets=_LONG, registry=self.registry,
         )  # fmt: skip
+        Gauge(
+            "valora_memory_bytes", "Resident memory of the server and of the processes below it.",
+            registry=self.registry,
+        ).set_function(memory_bytes)  # fmt: skip
         self.registry.register(_EngineState(engine))
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
@@ -118,6 +125,16 @@ class Metrics:
             return "other"
         self._models.add(model)
         return model
+
+
+def memory_bytes(process: str = "self") -> int:
+    """Resident memory of a process and of those below it, in bytes; 0 if it has ended."""
+    folder, total = Path("/proc", process), 0
+    with contextlib.suppress(OSError):
+        total = resource.getpagesize() * int((folder / "statm").read_text("ascii").split()[1])
+        for file in folder.glob("task/*/children"):
+            total += sum(map(memory_bytes, file.read_text("ascii").split()))
+    return total
 
 
 class _EngineState(Collector):

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry.adapter_states import adapter_states, follow_adapters
-from valora_serve.server.telemetry.metrics import Metrics
+from valora_serve.server.telemetry.metrics import Metrics, memory_bytes
 from valora_serve.types import EngineStats, Finish, Output, ServedModel, Times, Usage
 
 
@@ -57,7 +59,17 @@ def test_metrics_say_what_happened():
     assert ("valora_replicas", ()) not in found
     assert found["valora_merged_adapter_info", (("adapter", "adapter-1"),)] == 1
     assert found["valora_prefix_cache_hits_total", ()] == 5
-    assert found["process_resident_memory_bytes", ()] > 10**7
+    assert found["valora_memory_bytes", ()] > 10**7
+
+
+def test_memory_is_that_of_all_processes():
+    before, command = memory_bytes(), "held = b'x' * 10**8; print(flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", command], **pipes) as child:
+        child.stdout.readline()
+        assert memory_bytes() - before > 10**8
+        child.communicate(b"\n")
+    assert memory_bytes() - before < 10**8
 
 
 def test_a_replica_says_how_many_there_are():

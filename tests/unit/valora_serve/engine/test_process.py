@@ -1,0 +1,307 @@
+"""The engine in a process of its own: the same answers and errors, and what ends with what."""
+
+import asyncio
+import contextlib
+import io
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.support.forked import forked_workers
+from tests.support.serve_helpers import make_bundle
+from valora_serve.engine.process import EngineProcess, _Pickler
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.engine.start import start_engine
+from valora_serve.errors import (
+    AdapterError,
+    DeadlineError,
+    FieldError,
+    RequestError,
+    SettingsError,
+    StoppedError,
+    UnknownModelError,
+)
+from valora_serve.server.constrain import Grammar, GrammarConstraint, Grammars, read_tokenizer
+from valora_serve.types import Finish, NewContext, Request, SamplingParams
+
+SETTINGS = EngineSettings(profile=False, pages=400)
+
+
+@pytest.fixture(autouse=True)
+def _forked():
+    with forked_workers():
+        yield
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_bundle(tmp_path_factory.mktemp("bundles") / "sample", "tiny")
+
+
+def with_process(use, settings=SETTINGS, loop=None):
+    """Run a coroutine with an engine in a process, which has ended afterwards."""
+
+    async def main():
+        engine = await EngineProcess.start(settings)
+        try:
+            return await asyncio.wait_for(use(engine), 120)
+        finally:
+            await engine.close()
+            assert engine._process.poll() is not None and not engine.healthy
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(main())
+
+
+def words(name, tokens=6, **options):
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return Request(name, text="a red star and", sampling=sampling, **options)
+
+
+async def all_of(engine, request):
+    return [output async for output in engine.generate(request)]
+
+
+async def until(done):
+    for _ in range(1000):
+        if done():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it has not come to that")
+
+
+def noise(width, height):
+    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(pixels)
+
+
+def told(outputs):
+    """What does not depend on time."""
+    last = outputs[-1]
+    boxes = None if last.head is None else last.head.golden()
+    whole = "".join(one.text for one in outputs), sum((one.token_ids for one in outputs), ())
+    return *whole, last.finish, boxes, last.usage, str(last.error)
+
+
+def test_answers_are_those_of_an_engine_in_this_process(bundle):
+    large = noise(1500, 1100)
+    asked = [
+        words("stream"), words("whole", stream=False), words("unknown", model="nothing"),
+        Request("large", model="scene", images=[large]),
+        Request("one", model="scene", images=[large], stream=False,
+                also=(Request("two", model="scene", images=[large], stream=False),)),
+    ]  # fmt: skip
+
+    async def answers(engine):
+        await engine.load_bundle(bundle)
+        await engine.warm_up()
+        facts = engine.base, engine.dtype, engine.context_length, engine.count_tokens("a red star")
+        models = [replace(one, loaded_at=0) for one in engine.models()]
+        return facts, models, [told(await all_of(engine, one)) for one in asked]
+
+    async def here():
+        engine = await start_engine(SETTINGS)
+        try:
+            return await answers(engine)
+        finally:
+            await engine.close()
+
+    assert with_process(answers) == asyncio.run(here())
+
+
+def test_large_images_pass_in_uvloop(bundle):
+    """Ray Serve runs replicas in it; it makes what it waits for non-blocking."""
+    uvloop = pytest.importorskip("uvloop")
+
+    async def body(engine):
+        await engine.load_bundle(bundle)
+        return await all_of(engine, Request("large", model="scene", images=[noise(2000, 1700)]))
+
+    [answer] = with_process(body, loop=uvloop.new_event_loop)
+    assert answer.error is None
+
+
+def test_models_come_and_go(bundle, tmp_path):
+    async def body(engine):
+        before = {one.name for one in engine.models()}
+        made = {one.name for one in await engine.load_bundle(bundle)}
+        assert made and {one.name for one in engine.models()} == before | made
+        with pytest.raises(AdapterError, match="is no adapter"):
+            await engine.load_adapter("sample/adapter-1", tmp_path)
+        with pytest.raises(UnknownModelError, match="no bundle is named nothing"):
+            await engine.unload("bundle", "nothing")
+        context = await engine.make_context(NewContext("story", "a red star " * 20), tmp_path / "c")
+        assert context.name == "story" and (tmp_path / "c").is_dir()
+        [output] = (await all_of(engine, words("about", tokens=1, model="story")))[-1:]
+        assert output.error is None
+        await engine.unload("context", "story")
+        await engine.load_context("again", tmp_path / "c")
+        await engine.unload("context", "again")
+        await engine.unload("bundle", "sample")
+        assert {one.name for one in engine.models()} == before
+        await until(lambda: engine.stats().adapters_known == 0)
+
+    with_process(body)
+
+
+def test_leaving_an_answer_cancels_it_and_deadlines_hold():
+    async def body(engine):
+        stream = engine.generate(words("left", tokens=1000))
+        await anext(stream)
+        await stream.aclose()
+        await until(lambda: engine.stats().finished.get("cancelled") == 1)
+        await until(lambda: not engine.stats().running)
+        assert (await all_of(engine, words("left")))[-1].finish is Finish.LENGTH  # the id is free
+        late = await all_of(engine, words("late", tokens=1000, deadline=0.05))
+        assert isinstance(late[-1].error, DeadlineError)
+        taken = engine.generate(words("taken", tokens=1000))
+        await anext(taken)
+        [refused] = await all_of(engine, words("taken"))
+        assert isinstance(refused.error, RequestError) and "in use" in str(refused.error)
+        await taken.aclose()
+
+    with_process(body)
+
+
+def test_a_setting_that_cannot_be_kept_is_told_in_the_same_words():
+    wrong = replace(SETTINGS, decision_trace="/nowhere/trace")
+    with pytest.raises(SettingsError, match=r"decision trace /nowhere/trace cannot be written"):
+        with_process(None, wrong)
+
+
+def test_a_killed_process_is_told_and_fails_what_it_had():
+    async def body(engine):
+        pair = replace(words("one", tokens=1000), also=(words("two", tokens=1000),))
+        stream, ended = engine.generate(pair), {}
+        await anext(stream)
+        engine._process.kill()
+        async for output in stream:
+            if output.finish is not None:
+                ended[output.id] = output.error
+        assert ended.keys() == {"one", "two"} and not engine.healthy
+        assert engine.lost == "the process of the engine was killed by SIGKILL: restart the server"
+        [late] = await all_of(engine, words("late"))
+        assert late.finish is Finish.ERROR
+        for error in (*ended.values(), late.error):
+            assert isinstance(error, StoppedError) and str(error) == engine.lost
+        with pytest.raises(StoppedError, match="killed by SIGKILL"):
+            await engine.unload("adapter", "one")
+
+    with_process(body)
+
+
+def test_a_process_that_is_killed_while_it_starts_is_told(monkeypatch):
+    async def start():
+        starting = asyncio.create_task(EngineProcess.start(SETTINGS))
+        await until(lambda: made)
+        made[0]._process.kill()
+        await starting
+
+    made, init = [], EngineProcess.__init__
+    monkeypatch.setattr(EngineProcess, "__init__", lambda one: (init(one), made.append(one))[0])
+    with pytest.raises(StoppedError, match="killed by SIGKILL"):
+        asyncio.run(start())
+
+
+def test_what_nobody_expected_is_raised_and_logged_here(caplog):
+    caplog.set_level(logging.INFO, "valora_serve")
+
+    async def body(engine):
+        with pytest.raises(TypeError, match="arguments"):
+            await engine._call("unload", "adapter", None, "too many")
+        await until(lambda: any(one.exc_text for one in caplog.records))
+        [record] = [one for one in caplog.records if one.exc_text]
+        assert "TypeError" in record.exc_text and record.name == "valora_serve.engine.process"
+        await engine._call("close")
+        await until(lambda: not engine.healthy)  # as also if it has failed
+        [late] = await all_of(engine, words("late"))
+        assert isinstance(late.error, StoppedError)
+
+    with_process(body)
+
+
+SERVER = """
+import asyncio, os, sys
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.engine.process import EngineProcess
+
+async def main():
+    engine = await EngineProcess.start(EngineSettings(profile=False, pages=400))
+    print(engine._process.pid, flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_the_process_ends_with_the_server(how, tmp_path):
+    (tmp_path / "numpy.py").write_text("raise SystemExit")  # of a user: it is not meant
+    command = [sys.executable, "-P", "-c", SERVER]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        pid = int(server.stdout.readline())
+        os.kill(pid, signal.SIGTERM)  # of a service manager, to all: the server says when to end
+        time.sleep(0.2)
+        assert Path(f"/proc/{pid}").exists()
+        server.send_signal(how)
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    with contextlib.suppress(FileNotFoundError):
+        assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def sent(one):
+    """Something as the other process has it, and the number of bytes that were sent apart."""
+    file, apart = io.BytesIO(), []
+    _Pickler(file, 5, buffer_callback=apart.append).dump(one)
+    parts = [bytes(part.raw()) for part in apart]
+    return pickle.loads(file.getvalue(), buffers=parts), sum(map(len, parts))
+
+
+@pytest.mark.parametrize("size", [(96, 96), (1, 1), (2000, 1700), (1, 1_000_000), (1_000_000, 1)])
+def test_pixels_arrive_and_are_sent_once_and_apart(size):
+    image = noise(*size)
+    (first, second), apart = sent((image, image))
+    assert first is second and first.mode == "RGB" and first.tobytes() == image.tobytes()
+    assert apart == 3 * size[0] * size[1]
+
+
+def test_constraints_go_on_in_the_other_process(tokenizer):
+    class Client:
+        pass
+
+    Client.tokenizer = tokenizer
+    grammars = Grammars(Client)
+    try:
+        schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+        grammar = Grammar.json(schema)
+        [here] = asyncio.run(grammars.constraints(grammar))
+    finally:
+        grammars.close()
+    read_tokenizer(tokenizer)
+    (there, _), (again, _) = sent(here), sent(here)
+    assert isinstance(there, GrammarConstraint) and there.grammar == grammar
+    assert there._known is again._known
+    for token in tokenizer('{"a":2}', add_special_tokens=False)["input_ids"]:
+        assert np.array_equal(here.may(), there.may())
+        assert here.advance(token) == there.advance(token)
+    there._known.worn = True
+    anew, _ = sent(here)
+    assert anew._known is not there._known
+
+
+def test_errors_keep_what_they_say():
+    wrong = FieldError("messages: none", "messages")
+    error, _ = sent(wrong)
+    assert str(error) == str(wrong) and error.param == "messages" and error.status == 400

@@ -2,15 +2,17 @@
 
 It needs what `make fuse TASK=detection` leaves in `.valora/` and `bundles/detection`. More domains
 than the bundle has are more heads, up to a dozen on its adapter and on each copy of it, and more
-copies of the small models. Ultralytics asks its models about batches, as it does itself; the same
-models run in ONNX Runtime where `onnx` and `onnxruntime` are installed. Each runs in a process of
-its own.
+copies of the small models. The server is asked by 16 clients, and by a lone one for the latency.
+Ultralytics asks its models about batches, as it does itself; the same models run in ONNX Runtime
+where `onnx` and `onnxruntime` are installed. Each runs in a process of its own.
 """
 
 import argparse
 import asyncio
 import dataclasses
 import importlib.util
+import io
+import itertools
 import json
 import resource
 import shutil
@@ -22,10 +24,13 @@ import time
 from datetime import date
 from pathlib import Path
 
+import psutil
 import torch
 from PIL import Image
 
+from tests.bench.valora_serve.bench_http import exchange, http
 from tests.bench.valora_serve.harness import table
+from tests.e2e.valora_serve.serving import Process, whole
 from valora_data import shards
 from valora_data.contract.base_model import base_folder
 from valora_data.schema import Split
@@ -37,11 +42,13 @@ from valora_train.metrics.speed import machine
 
 WAYS = {
     "bundle": "VaLoRA, all domains at once",
+    "http": "VaLoRA, all domains at once, over HTTP to 16 clients",
     "apart": "VaLoRA, one domain after the other",
     "yolo": "YOLOs, Ultralytics (PyTorch)",
     "onnx": "YOLOs, Ultralytics (ONNX Runtime)",
 }
 PER_ADAPTER = 12  # domains
+CLIENTS = 16
 HEAD = [
     "domains", "what", "images/s", "CPU of one in a batch, ms", "latency of one alone, ms",
     "memory, MB", "on disk, MB", "mean F1",
@@ -93,10 +100,17 @@ def measure(options, way, count):
         speed = asyncio.run(timed(options, answer, images))
         f1 = statistics.mean(one["teacher"] for one in facts)
     else:
-        *speed, disk = asyncio.run(fused(options, manifest, way, chosen, images))
+        folder, names = enlarged(options.bundle, manifest, chosen)
+        run = served if way == "http" else fused
+        speed = asyncio.run(run(options, folder, names, way, images))
+        parts = [*folder.glob("adapters/**/*"), *folder.glob("heads/*")]
+        parts += Path(base_folder(manifest["base"]["id"])).glob("*")
+        disk = sum(part.stat().st_size for part in parts if part.is_file())
         f1 = statistics.mean(one["test"] for one in facts)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return [*speed, memory / 1024, disk / 1e6, f1]
+    memory = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    if way == "http":
+        *speed, memory = speed
+    return [*speed, memory, disk / 1e6, f1]
 
 
 def images_of(work, names):
@@ -157,10 +171,10 @@ def shelf(options, way, chosen):
     return answer, sum(file.stat().st_size for file in files)
 
 
-async def fused(options, manifest, way, chosen, images):
-    """The bundle, with more heads if more domains are asked for than it has."""
+def enlarged(bundle, manifest, chosen):
+    """A copy of a bundle with as many heads as domains are chosen, and their names."""
     folder = Path(tempfile.mkdtemp()) / "bundle"
-    shutil.copytree(options.bundle, folder)
+    shutil.copytree(bundle, folder)
     domains, names = manifest["domains"], []
     for number, name in enumerate(chosen):
         names.append(name if number < len(domains) else f"{name}_{number}")
@@ -172,11 +186,62 @@ async def fused(options, manifest, way, chosen, images):
             domains[names[-1]] = domains[name] | {"head": head, "adapter": adapter}
             manifest["adapters"][adapter]["domains"].append(names[-1])
     (folder / "bundle.json").write_text(json.dumps(manifest))
-    base = manifest["base"]["id"]
+    return folder, names
+
+
+async def served(options, folder, names, _, images):
+    """The figures of `timed` for a server, and the memory of its processes, MB."""
+    forms, kind = [], "multipart/form-data; boundary=x"
+    for image in images:
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        form = (
+            b'--x\r\ncontent-disposition: form-data; name="domains"\r\n\r\n%b\r\n--x\r\n'
+            b'content-disposition: form-data; name="image"; filename="a"\r\n\r\n%b\r\n--x--\r\n'
+        )
+        forms.append(http("/v1/vision", form % (",".join(names).encode(), file.getvalue()), kind))
+    place = itertools.count()
+    flags = ("--image-cache-bytes", "0", "--no-prefix-cache", "--profile", "--dtype", options.dtype)
+    flags += ("--device", options.device, "--log-level", "warning")
+    with Process(folder, *flags, cwd=folder.parent, start=whole) as server:
+        process = psutil.Process(server.process.pid)
+
+        async def client(end, seconds):
+            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+            while time.perf_counter() < end:
+                began = time.perf_counter()
+                status, _ = await exchange(reader, writer, forms[next(place) % len(forms)])
+                assert status == 200
+                seconds.append(time.perf_counter() - began)
+            writer.close()
+
+        async def rate(clients, seconds):
+            took, began, used = [], time.perf_counter(), cpu(process)
+            await asyncio.gather(*(client(began + seconds, took) for _ in range(clients)))
+            passed = time.perf_counter() - began
+            return len(took) / passed, 1e3 * (cpu(process) - used) / len(took), took
+
+        await rate(CLIENTS, 1)
+        images_s, used, _ = await rate(CLIENTS, options.seconds)
+        alone = (await rate(1, options.seconds))[2]
+        memory = sum(one.memory_full_info().uss for one in family(process)) / 2**20
+    return images_s, used, 1e3 * statistics.median(alone), memory
+
+
+def family(process):
+    return [process, *process.children(recursive=True)]
+
+
+def cpu(process):
+    """Seconds that a process and those below it have used."""
+    return sum(sum(one.cpu_times()[:2]) for one in family(process))
+
+
+async def fused(options, folder, names, way, images):
+    """The figures of `timed` for an engine in this process."""
     settings = EngineSettings(
-        base=base, device=options.device, dtype=options.dtype, image_cache_bytes=0,
-        prefix_cache=False,
-    )  # fmt: skip
+        device=options.device, dtype=options.dtype, image_cache_bytes=0, prefix_cache=False
+    )
     engine, number = await start_engine(follow_bundles(settings, [folder])), 0
 
     async def ask(request):
@@ -206,12 +271,7 @@ async def fused(options, manifest, way, chosen, images):
         speed = await timed(options, answer, images)
     finally:
         await engine.close()
-    parts = [
-        *folder.glob("adapters/**/*"),
-        *folder.glob("heads/*"),
-        *Path(base_folder(base)).glob("*"),
-    ]
-    return *speed, sum(part.stat().st_size for part in parts if part.is_file())
+    return speed
 
 
 def copied(folder, manifest, name, number):

@@ -2,9 +2,9 @@
 
     python tests/bench/valora_serve/bench_http.py [--requests 20000] [--connections 1000]
 
-All with the tiny base model and a random bundle. The overhead is measured in one process and one
-event loop, request by request in turn with direct calls of the engine, so that both see the same
-machine; the client's own time (a bare socket) is part of it.
+All with the tiny base model and a random bundle. The overhead is measured request by request in
+turn with direct calls of an engine in this process, so that both see the same machine; the client's
+own time (a bare socket) is part of it.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import io
 import json
-import os
 import sys
 import tempfile
 import time
@@ -25,11 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.e2e.valora_serve.serving import Process, whole
 from tests.support.serve_helpers import make_bundle
-from valora_serve.engine.async_engine import AsyncEngine
-from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.server.app import create_app, make_server
-from valora_serve.server.settings import ServerSettings
+from valora_serve.engine.start import start_engine
 from valora_serve.server.telemetry.metrics import memory_bytes
 from valora_serve.types import Request, SamplingParams
 
@@ -49,15 +45,9 @@ async def exchange(reader, writer, message):
     return int(head.split()[1]), await reader.readexactly(length)
 
 
-async def overhead(folder):
-    engine = AsyncEngine(Engine(EngineSettings(profile=False)))
+async def overhead(folder, port):
+    engine = await start_engine(EngineSettings(profile=False))
     await engine.load_bundle(folder)
-    settings = ServerSettings(port=0, log_level="warning")
-    server = make_server(create_app(engine, settings), settings)
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     buffer = io.BytesIO()
     Image.radial_gradient("L").resize((96, 96)).convert("RGB").save(buffer, "PNG")
@@ -97,8 +87,7 @@ async def overhead(folder):
         a, b = (1000 * np.median(values[20:]) for values in (direct, over))
         print(f"| {name} | {a:.2f} | {b:.2f} | {b - a:.2f} |")
     writer.close()
-    server.should_exit = True
-    await serving
+    await engine.close()
 
 
 async def connections(port, count):
@@ -136,8 +125,7 @@ async def many(port, pid, count):
             )
             assert status == 200, answer
             if number % max(1, count // 10) == 0:
-                pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-                sizes.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+                sizes.append(memory_bytes(str(pid)) / 2**20)
         writer.close()
 
     await asyncio.gather(*(worker() for _ in range(32)))
@@ -151,15 +139,15 @@ def main():
     found = options.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = make_bundle(Path(place) / "sample", "tiny")
-        asyncio.run(overhead(folder))
         began = time.perf_counter()
         process = Process(folder, "--log-level", "warning", cwd=place, start=whole).ready()
         try:
             ready = process.said(r"ready after (\S+) s")[1]
             print(
-                f"\nprocess start to ready: {time.perf_counter() - began:.1f} s with the imports, "
+                f"process start to ready: {time.perf_counter() - began:.1f} s with the imports, "
                 f"{ready} s from settings to serving (costs of steps not measured)"
             )
+            asyncio.run(overhead(folder, process.port))
             answered, took = asyncio.run(connections(process.port, found.connections))
             print(f"{answered} of {found.connections} held connections answered in {took:.1f} s")
             began = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from typing import Any
 
 from valora_data.errors import ValoraError
 
@@ -16,19 +15,6 @@ class ServeError(ValoraError):
 
     def __init_subclass__(cls, status: int | None = None, code: str | None = None) -> None:
         cls.status, cls.code = status or cls.status, code or cls.code
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Python's own way calls the class with `args`, which lack what a subclass keeps for itself.
-        return _restored, (type(self), self.args, self.__dict__)
-
-
-def _restored(
-    kind: type[ServeError], arguments: tuple[object, ...], state: dict[str, Any]
-) -> ServeError:
-    """Return an error that was pickled, e.g. for another process."""
-    error = kind.__new__(kind, *arguments)
-    error.__dict__.update(state)
-    return error
 
 
 class RequestError(ServeError, status=400, code="invalid_request"):

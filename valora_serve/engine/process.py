@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partialmethod
 from multiprocessing.connection import Connection
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -36,7 +36,7 @@ from valora_serve.types import EngineStats, Output, Request, ServedModel, failur
 
 log = logging.getLogger(__name__)
 
-TELL_SECONDS = 0.05  # between two states of an engine whose outputs do not tell them
+STATE_SECONDS = 0.05  # between two states of an engine that answers nothing
 
 
 class _Pickler(pickle.Pickler):
@@ -50,16 +50,15 @@ class _Pickler(pickle.Pickler):
 class EngineProcess:
     """A `types.EngineClient`; its engine ends with this process, however that ends."""
 
-    module: ClassVar[str] = "valora_serve.engine.process"
     base: str
     context_length: int
     dtype: str
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._process, [self._pipe] = launch(self.module, 1)
+        self._process, [self._pipe] = launch(__name__, 1)
         self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Queue[tuple[bool, Any]]] = {}  # by numbers of calls
+        self._queues: dict[int, asyncio.Queue[tuple[bool, Any]]] = {}  # by numbers of calls
         # One thread, so that no large image holds the event loop up, and all stay in order.
         self._sending = ThreadPoolExecutor(1, "send")
         self._models: list[ServedModel] = []
@@ -99,7 +98,7 @@ class EngineProcess:
         if self._gone.is_set():
             raise self._stopped()
         number, last = next(self._numbers), False
-        queue = self._waiting[number] = asyncio.Queue()
+        queue = self._queues[number] = asyncio.Queue()
         self._sending.submit(self._send, number, name, arguments, named)
         try:
             while not last:
@@ -109,7 +108,7 @@ class EngineProcess:
                 if found is not None:
                     yield found
         finally:
-            del self._waiting[number]
+            del self._queues[number]
             if not last and not self._gone.is_set():
                 self._sending.submit(self._send, number, "", (), {})
 
@@ -119,33 +118,33 @@ class EngineProcess:
                 return result
 
     def _send(self, number: int, name: str, arguments: Any, named: Any) -> None:
-        file, apart = io.BytesIO(), list[pickle.PickleBuffer]()
+        file, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
         try:
-            _Pickler(file, 5, buffer_callback=apart.append).dump((arguments, named))
-            self._pipe.send_bytes(pickle.dumps((number, name, len(apart))))
-            for part in (file.getbuffer(), *(one.raw() for one in apart)):
+            _Pickler(file, 5, buffer_callback=buffers.append).dump((arguments, named))
+            self._pipe.send_bytes(pickle.dumps((number, name, len(buffers))))
+            for part in (file.getbuffer(), *(one.raw() for one in buffers)):
                 self._pipe.send_bytes(part)
         except OSError:
             pass  # the process has ended, which `_watch` tells
         except Exception as error:  # noqa: BLE001 - the caller gets it
-            self._loop.call_soon_threadsafe(self._take, [(number, True, error)])
+            self._loop.call_soon_threadsafe(self._dispatch, number, True, error)
 
     def _read(self) -> None:
         try:
             while self._pipe.poll():
-                news, state = pickle.loads(self._pipe.recv_bytes())
+                messages, state = pickle.loads(self._pipe.recv_bytes())
                 if state is not None:
                     self._stats, self._healthy, self.lost = state
-                self._take(news)
+                for number, last, content in messages:
+                    self._dispatch(number, last, pickle.loads(content))
         except (EOFError, OSError):
             self._loop.remove_reader(self._pipe.fileno())
 
-    def _take(self, news: Sequence[tuple[int, bool, Any]]) -> None:
-        for number, last, found in news:
-            if isinstance(found, logging.LogRecord):
-                logging.getLogger(found.name).handle(found)
-            elif (queue := self._waiting.get(number)) is not None:
-                queue.put_nowait((last, found))
+    def _dispatch(self, number: int, last: bool, found: Any) -> None:
+        if isinstance(found, logging.LogRecord):
+            logging.getLogger(found.name).handle(found)
+        elif (queue := self._queues.get(number)) is not None:
+            queue.put_nowait((last, found))
 
     def _watch(self) -> None:
         """Wait until the process has ended."""
@@ -161,7 +160,7 @@ class EngineProcess:
             log.error("%s", self.lost)
         self._healthy = False
         self._gone.set()
-        for queue in self._waiting.values():
+        for queue in self._queues.values():
             queue.put_nowait((True, self._stopped()))
 
     def _stopped(self) -> StoppedError:
@@ -216,15 +215,15 @@ class EngineProcess:
         self._pipe.close()
 
 
-class _End:
+class _EngineServer:
     """The other end of the pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._loop = pipe, asyncio.get_running_loop()
         self._engine: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}  # calls by their numbers
-        self._news: list[tuple[int, bool, Any]] = []  # that have not been sent
-        self._told: tuple[Any, ...] = ()
+        self._unsent: list[tuple[int, bool, bytes]] = []
+        self._sent_state: tuple[Any, ...] = ()
         self._pauses = contextlib.ExitStack()
 
     def receive(self) -> None:
@@ -232,9 +231,9 @@ class _End:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, name, count = pickle.loads(self._pipe.recv_bytes())
-                content, *apart = (self._pipe.recv_bytes() for _ in range(count + 1))
+                content, *buffers = (self._pipe.recv_bytes() for _ in range(count + 1))
                 try:
-                    arguments, named = pickle.loads(content, buffers=apart)
+                    arguments, named = pickle.loads(content, buffers=buffers)
                 except Exception as error:  # noqa: BLE001 - the caller gets it
                     self._loop.call_soon_threadsafe(self._fail, number, name, error)
                     continue
@@ -254,15 +253,15 @@ class _End:
             if name == "generate":
                 async with contextlib.aclosing(self._engine.generate(*arguments)) as outputs:
                     async for output in outputs:
-                        self.tell(number, False, output)
-                self.tell(number, True, None)
+                        self.send(number, False, output)
+                self.send(number, True, None)
                 return
             do = self._start if name == "start" else getattr(self._engine, name)
             result = await do(*arguments, **named)
             if name == "warm_up":  # what is loaded by now lives as long as the engine
                 self._pauses.close()
                 self._pauses.enter_context(short_pauses())
-            self.tell(number, True, (result, self._engine.models()))
+            self.send(number, True, (result, self._engine.models()))
         except Exception as error:  # noqa: BLE001 - the caller gets it
             self._fail(number, name, error)
 
@@ -274,7 +273,7 @@ class _End:
             pickle.loads(pickle.dumps(error))
         except Exception:  # noqa: BLE001 - it cannot be pickled
             error = ServeError(f"{type(error).__name__}: {error}")
-        self.tell(number, True, error)
+        self.send(number, True, error)
 
     async def _start(
         self, settings: EngineSettings, level: int, read_tokenizer: Callable[[Any], None] | None
@@ -282,53 +281,58 @@ class _End:
         from valora_serve.engine.start import start_engine
 
         logger = logging.getLogger("valora_serve")
-        logger.handlers, logger.propagate = [_ToServer(self.say)], False
+        logger.handlers, logger.propagate = [_ForwardingHandler(self.forward)], False
         logger.setLevel(level)
         engine = self._engine = await start_engine(settings)
         if read_tokenizer is not None:
             read_tokenizer(engine.tokenizer)
         return engine.base, engine.context_length, engine.dtype, engine.tokenizer
 
-    def say(self, record: logging.LogRecord) -> None:
+    def forward(self, record: logging.LogRecord) -> None:
         """Have the server log something; in any thread."""
-        self._loop.call_soon_threadsafe(self.tell, -1, False, record)
+        self._loop.call_soon_threadsafe(self.send, -1, False, record)
 
-    def tell(self, number: int, last: bool, found: Any) -> None:
+    def send(self, number: int, last: bool, found: Any) -> None:
         """Send something, together with what else comes in this turn of the event loop."""
-        if not self._news:
+        if not self._unsent:
             self._loop.call_soon(self._flush)
-        self._news.append((number, last, found))
+        try:
+            content = pickle.dumps(found, 5)
+        except Exception as error:  # noqa: BLE001 - a result of another package's head, say
+            last, wrong = True, ServeError(f"an answer cannot leave the engine's process: {error}")
+            content = pickle.dumps(wrong)
+        self._unsent.append((number, last, content))
 
     def _flush(self) -> None:
-        news, self._news, state, engine = self._news, [], None, self._engine
+        messages, self._unsent, state, engine = self._unsent, [], None, self._engine
         if engine is not None:
-            told = engine.stats(), engine.healthy, engine.lost
-            if told != self._told:
-                state = self._told = told
-        if news or state is not None:
-            self._pipe.send_bytes(pickle.dumps((news, state), 5))
+            state_now = engine.stats(), engine.healthy, engine.lost
+            if state_now != self._sent_state:
+                state = self._sent_state = state_now
+        if messages or state is not None:
+            self._pipe.send_bytes(pickle.dumps((messages, state), 5))
 
     async def run(self) -> None:
         """Tell the engine's state also when it answers nothing."""
         while True:
-            await asyncio.sleep(TELL_SECONDS)
-            if not self._news:
+            await asyncio.sleep(STATE_SECONDS)
+            if not self._unsent:
                 self._flush()
 
 
-class _ToServer(logging.Handler):
+class _ForwardingHandler(logging.Handler):
     """Passes records on in a form that can be pickled."""
 
-    def __init__(self, say: Callable[[logging.LogRecord], None]) -> None:
+    def __init__(self, forward: Callable[[logging.LogRecord], None]) -> None:
         super().__init__()
-        self._say = say
+        self._forward = forward
 
     def emit(self, record: logging.LogRecord) -> None:
         record.msg, record.args = record.getMessage(), None
         if record.exc_info:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
             record.exc_info = None
-        self._say(record)
+        self._forward(record)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -337,9 +341,9 @@ def main(arguments: Sequence[str]) -> None:
         signal.signal(one, signal.SIG_IGN)
 
     async def run() -> None:
-        end = _End(Connection(int(arguments[0])))
-        threading.Thread(target=end.receive, name="receive", daemon=True).start()
-        await end.run()
+        server = _EngineServer(Connection(int(arguments[0])))
+        threading.Thread(target=server.receive, name="receive", daemon=True).start()
+        await server.run()
 
     with contextlib.suppress(OSError):  # the server has ended
         asyncio.run(run())

@@ -200,7 +200,7 @@ async def served(options, folder, names, _, images):
             b'content-disposition: form-data; name="image"; filename="a"\r\n\r\n%b\r\n--x--\r\n'
         )
         forms.append(http("/v1/vision", form % (",".join(names).encode(), file.getvalue()), kind))
-    place = itertools.count()
+    turn = itertools.count()
     flags = ("--image-cache-bytes", "0", "--no-prefix-cache", "--profile", "--dtype", options.dtype)
     flags += ("--device", options.device, "--log-level", "warning")
     with Process(folder, *flags, cwd=folder.parent, start=whole) as server:
@@ -210,7 +210,7 @@ async def served(options, folder, names, _, images):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             while time.perf_counter() < end:
                 began = time.perf_counter()
-                status, _ = await exchange(reader, writer, forms[next(place) % len(forms)])
+                status, _ = await exchange(reader, writer, forms[next(turn) % len(forms)])
                 assert status == 200
                 seconds.append(time.perf_counter() - began)
             writer.close()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from PIL import Image
 
 from tests.support.forked import forked_workers
 from tests.support.serve_helpers import make_bundle
-from valora_serve.engine.process import EngineProcess, _Pickler
+from valora_data.contract.files import UnreadableError
+from valora_serve.engine.process import EngineProcess, _EngineServer, _Pickler
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.start import start_engine
 from valora_serve.errors import (
@@ -301,7 +303,27 @@ def test_constraints_go_on_in_the_other_process(tokenizer):
     assert anew._known is not there._known
 
 
-def test_errors_keep_what_they_say():
-    wrong = FieldError("messages: none", "messages")
+@pytest.mark.parametrize(
+    "wrong",
+    [FieldError("messages: none", "messages"), UnreadableError("is no file", Path("head.json"))],
+    ids=repr,
+)
+def test_errors_keep_what_they_say(wrong):
     error, _ = sent(wrong)
-    assert str(error) == str(wrong) and error.param == "messages" and error.status == 400
+    assert type(error) is type(wrong) and str(error) == str(wrong)
+    assert vars(error) == vars(wrong)
+
+
+def test_what_cannot_be_sent_is_an_error_of_its_request_alone():
+    async def body():
+        ours, theirs = Pipe()
+        server = _EngineServer(theirs)
+        server.send(1, False, lambda: None)
+        server.send(2, False, "fine")
+        await asyncio.sleep(0)
+        messages, _ = pickle.loads(ours.recv_bytes())
+        return [(number, last, pickle.loads(content)) for number, last, content in messages]
+
+    (number, last, error), other = asyncio.run(body())
+    assert (number, last) == (1, True) and "cannot leave the engine's process" in str(error)
+    assert other == (2, False, "fine")

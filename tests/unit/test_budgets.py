@@ -11,15 +11,15 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_611,
-    "data/valora_data": 9_280,
+    "data/valora_data": 9_297,
     "teachers/valora_teachers": 1_609,
     "kernels/valora_kernels": 3_770,
-    "valora_serve": 27_531,
+    "valora_serve": 27_521,
     "tests/*/valora_train": 6_975,
     "tests/*/valora_data": 3_547,
     "tests/*/valora_teachers": 1_142,
     "tests/*/valora_kernels": 1_937,
-    "tests/*/valora_serve": 24_470,
+    "tests/*/valora_serve": 24_492,
     "tests/unit/bench": 1_576,
     BENCH: 12_890,
 }

@@ -96,7 +96,7 @@ class Running(EngineReplica):
         app = create_app(self.engine, self.settings, self.served_set)
         await self._listen(app, bind(self.settings)[0], self.settings)
         self.gate, self.url = self._gate, self._url
-        await self._follow(await self._tell())
+        await self._follow(await self._tell(), self._context.served.state)
         self._reporting = asyncio.create_task(self._keep_reporting())
 
     def __del__(self):

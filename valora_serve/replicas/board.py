@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ class Report:
     url: str
     secret: str  # with which it takes requests
     healthy: bool
-    followed: str  # revision of what the board has told it to serve last
+    followed: str  # revision of what it was told to serve; empty while it loads
     problem: str | None  # why it does not serve that
     stats: EngineStats
     adapters: Mapping[str, str | None]  # of models whose adapter has another name than they have
@@ -118,6 +119,8 @@ class Board:
                 break
             await asyncio.sleep(PERIOD / 10)
         told = None if self._holder == name else self._target
+        if told is not None and told.revision != report.followed:  # what it serves changes now
+            self._replicas[name] = self._clock(), dataclasses.replace(report, followed="")
         return told, self.reports(), self._owed.pop(name, Counter())
 
     def leave(self, replica: str) -> None:

@@ -155,7 +155,7 @@ class EngineReplica:
             bound = socket.create_server(("127.0.0.1" if here == host else here, 0))
             await self._listen(app, bound, settings)
             await self._engine.warm_up()  # again, with what was loaded since
-            await self._follow(await self._tell())
+            await self._follow(await self._tell(), self._context.served.state)
             await self._board.served.remote(served)
             self._pauses.enter_context(short_pauses())
         except BaseException:
@@ -167,7 +167,7 @@ class EngineReplica:
         """Serve the application, to fronts alone."""
         self._context, self._gate = app.state.context, Gate(app)
         self._context.guard.rates.taken = Counter()
-        self._followed, self._problem = "", cast("str | None", None)
+        self._ready, self._followed, self._problem = False, "", cast("str | None", None)
         self._url = "http://{}:{}".format(*bound.getsockname())
         self._server = make_server(cast("Any", self._gate), settings)
         self._server.config.http = "httptools"  # fronts have bounded what comes here
@@ -181,7 +181,7 @@ class EngineReplica:
         taken, rates.taken = rates.taken, Counter()
         told = Report(
             self._name, self._url, self._gate.secret,
-            self._engine.healthy and bool(self._followed), self._followed, self._problem,
+            self._engine.healthy and self._ready, self._followed, self._problem,
             # Names of all adapters would make reports long.
             dataclasses.replace(self._engine.stats(), on_device=(), on_disk=()),
             {model.name: model.adapter for model in models if model.adapter != model.name},
@@ -193,26 +193,30 @@ class EngineReplica:
         rates.share(taken, time.monotonic())
         return state
 
-    async def _follow(self, state: SavedState | None) -> None:
+    async def _follow(self, state: SavedState | None, before: SavedState) -> None:
+        """Serve a state that the board has told when this replica served the one `before`."""
         if state is None:
             return
-        self._problem = None
+        self._followed, self._problem = "", None
+        served = self._context.served
         try:
-            await self._context.service.changed(self._context.served.follow(state))
+            if not await self._context.service.changed(served.follow(state, before)):
+                return
         except Exception as error:  # the replica that makes the change is told
-            if not self._followed:  # it does not start then
+            if not self._ready:  # it does not start then
                 raise
             self._problem = str(error) or repr(error)
             log.warning("replica %s cannot serve what others do: %s", self._name, error)
-        self._followed = state.revision
+        self._ready, self._followed = True, state.revision
 
     async def _keep_reporting(self) -> None:
-        following = asyncio.create_task(self._follow(None))
+        following = asyncio.create_task(asyncio.sleep(0))
         while True:
             try:
+                before = self._context.served.state
                 state = await self._tell()
                 if following.done():
-                    following = asyncio.create_task(self._follow(state))
+                    following = asyncio.create_task(self._follow(state, before))
                 await asyncio.wait({following}, timeout=PERIOD)
             except ray.exceptions.RayError as error:
                 log.warning("replica %s and the board: %s", self._name, error)

@@ -131,10 +131,13 @@ class ServedSet:
                 await self._follow(state)
             yield self.state.model_copy(deep=True)
 
-    async def follow(self, state: SavedState) -> None:
-        """Serve what another replica has recorded."""
+    async def follow(self, state: SavedState, before: SavedState) -> bool:
+        """Serve what another replica has recorded, if the state is still the one `before`."""
         async with self._lock:
-            await self._follow(state)
+            current = self.state is before
+            if current:
+                await self._follow(state)
+            return current
 
     async def _follow(self, state: SavedState) -> None:
         if state != self.state:

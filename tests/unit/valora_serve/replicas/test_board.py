@@ -77,6 +77,25 @@ def test_a_change_whose_replica_has_died_ends_before_the_next_one():
     asyncio.run(case())
 
 
+def test_a_change_that_fails_ends_once_none_makes_it_any_more():
+    board, old, new = Board(None, Clock()), SavedState(), SavedState(adapters={"a": "/a"})
+
+    async def case():
+        await told(board, report("x"), report("y"), report("z"))
+        await board.lock("x")
+        change = asyncio.create_task(board.change("x", new))
+        assert await told(board, report("y"), report("z")) == [new, new]
+        assert await told(board, report("y", state=new, problem="no memory")) == [old]
+        assert await told(board, report("y")) == [old]
+        await asyncio.sleep(0.1)
+        assert not change.done(), "z may still be loading it"
+        assert await told(board, report("z")) == [old]
+        assert str(await change) == "no memory"
+
+    asyncio.run(case())
+    assert board.state() == old
+
+
 def test_a_state_that_cannot_be_written_is_not_taken(tmp_path):
     board = Board(str(tmp_path / "f" / "s.json"))
     (tmp_path / "f").write_text("no folder")

@@ -11,7 +11,13 @@ import ray
 from tests.support.http_helpers import adapter, bundle
 from tests.support.replicas import Ref, Running, running
 from valora_serve.errors import AdapterError
-from valora_serve.server.loading.state_file import StateFile, check_content, content_hash
+from valora_serve.replicas.board import PERIOD
+from valora_serve.server.loading.state_file import (
+    SavedState,
+    StateFile,
+    check_content,
+    content_hash,
+)
 
 
 @pytest.fixture
@@ -58,6 +64,11 @@ def test_what_one_replica_loads_all_of_them_serve(place):
             assert one.names() == two.names() == {"rules"}
             assert one.served_set.state == two.served_set.state == board.state()
             assert StateFile(place / "state.json").read() == board.state()
+            # What the board told before such a change is not served any more.
+            before, current = SavedState(), one.served_set.state
+            assert not await one.served_set.follow(before, before)
+            assert await one.served_set.follow(before, current)
+            assert await one.served_set.follow(current, before)
             # One that starts later has the same.
             late = Running("late", place, board)
             await late.start()
@@ -82,7 +93,14 @@ def test_what_one_replica_refuses_none_of_them_serves(place, kind, error):
             async def refuse(*_, **__):
                 raise error("no memory is left")
 
+            load = getattr(three.engine, f"load_{kind}")
+
+            async def slow(*given, **also):  # longer than between two reports
+                await asyncio.sleep(1.5 * PERIOD)
+                return await load(*given, **also)
+
             setattr(two.engine, f"load_{kind}", refuse)
+            setattr(three.engine, f"load_{kind}", slow)
             before = board.state()
             said = (await one.post(path, 400, **body)).json()["error"]["message"]
             assert said == "no memory is left"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 
@@ -29,6 +30,13 @@ def launch(module: str, count: int) -> tuple[subprocess.Popen[bytes], list[Conne
     for one in theirs:
         one.close()
     return process, [*ours]
+
+
+def pipes(arguments: Sequence[str]) -> list[Connection]:
+    """In such a process, its ends of the pipes; signals are for the one that started it."""
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, signal.SIG_IGN)
+    return [Connection(int(one)) for one in arguments]
 
 
 def how_it_ended(code: int) -> str:

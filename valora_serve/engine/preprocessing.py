@@ -86,8 +86,7 @@ class Preprocessing:
                 raise UnknownModelError(f"{key.rpartition('#')[0]} was unloaded: ask again")
             if key in self._adapters.quarantined:
                 raise self._registry.quarantined(key)
-        adapter_pages = self._adapter_pages(adapters)
-        prefix = self._prefix_of(context)
+        adapter_pages, prefix = self._adapter_pages(adapters), self._prefix_of(context)
         prefix_pages = 0 if prefix is None else self._prefixes.pages(prefix)
         size = self._settings.block_size
         own = prompt.given // size  # pages that the request shares with others of the context
@@ -158,9 +157,8 @@ class Preprocessing:
                 "of the answer (logprobs)"
             )
         last = self._lmm.vocabulary - 1
-        for token, _ in sampling.logit_bias:
-            if not 0 <= token <= last:
-                raise RequestError(f"logit_bias: expected tokens 0 to {last}, got {token}")
+        if wrong := [token for token, _ in sampling.logit_bias if not 0 <= token <= last]:
+            raise RequestError(f"logit_bias: expected tokens 0 to {last}, got {wrong[0]}")
 
     def _adapter_pages(self, keys: Collection[str]) -> int:
         """Return the pages that a request's adapters take from keys and values."""
@@ -186,11 +184,8 @@ class Preprocessing:
         return key
 
     def _client(self, request: Request, model: ServedModel, adapter: str | None) -> str | None:
-        if self._settings.share_by == "key":
-            return request.client
-        if self._settings.share_by == "adapter":
-            if adapter is None:
-                return "base"
-            # Names of the same content have accounts of their own.
-            return model.name if model.kind == "adapter" else self._registry.name(adapter)
-        return None
+        if self._settings.share_by != "adapter":
+            return request.client if self._settings.share_by == "key" else None
+        if model.kind == "adapter":  # names of the same content have accounts of their own
+            return model.name
+        return "base" if adapter is None else self._registry.name(adapter)

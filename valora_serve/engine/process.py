@@ -14,7 +14,6 @@ import itertools
 import logging
 import os
 import pickle
-import signal
 import sys
 import threading
 import time
@@ -28,7 +27,7 @@ import numpy as np
 from PIL import Image
 
 from valora_data.errors import ValoraError
-from valora_serve.engine.launch import how_it_ended, launch
+from valora_serve.engine.launch import how_it_ended, launch, pipes
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import ServeError, StoppedError
 from valora_serve.pauses import short_pauses
@@ -63,7 +62,7 @@ class EngineProcess:
         self._sending = ThreadPoolExecutor(1, "send")
         self._models: list[ServedModel] = []
         self._stats = EngineStats()
-        self._healthy, self._closing, self._gone = True, False, asyncio.Event()
+        self.healthy, self._closing, self._gone = True, False, asyncio.Event()
         self.lost: str | None = None  # why the engine cannot go on; None while it can
         self.peers: dict[str, EngineStats] | None = None  # states of all replicas, by name
         self.tokenizer: Any = None
@@ -75,11 +74,9 @@ class EngineProcess:
     async def start(
         cls, settings: EngineSettings, read_tokenizer: Callable[[Any], None] | None = None
     ) -> EngineProcess:
-        """Start an engine in a process, as `start.start_engine` does in this one.
+        """Start an engine, as `start.start_engine` does in this process.
 
-        Args:
-            settings: What it serves, and how.
-            read_tokenizer: Called there with the tokenizer before anything is asked.
+        `read_tokenizer` is called there with the tokenizer before anything is asked.
         """
         made = cls()
         try:
@@ -134,7 +131,7 @@ class EngineProcess:
             while self._pipe.poll():
                 messages, state = pickle.loads(self._pipe.recv_bytes())
                 if state is not None:
-                    self._stats, self._healthy, self.lost = state
+                    self._stats, self.healthy, self.lost = state
                 for number, last, content in messages:
                     self._dispatch(number, last, pickle.loads(content))
         except (EOFError, OSError):
@@ -147,7 +144,6 @@ class EngineProcess:
             queue.put_nowait((last, found))
 
     def _watch(self) -> None:
-        """Wait until the process has ended."""
         how = how_it_ended(self._process.wait())
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._ended, how)
@@ -158,7 +154,7 @@ class EngineProcess:
         if not self._closing:
             self.lost = self.lost or f"the process of the engine {how}: restart the server"
             log.error("%s", self.lost)
-        self._healthy = False
+        self.healthy = False
         self._gone.set()
         for queue in self._queues.values():
             queue.put_nowait((True, self._stopped()))
@@ -200,10 +196,6 @@ class EngineProcess:
     def count_tokens(self, text: str) -> int:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    @property
-    def healthy(self) -> bool:
-        return self._healthy
-
     async def close(self, drain: float = 0.0) -> None:
         if hasattr(self, "base") and not self._closing:  # it has started
             with contextlib.suppress(ServeError):  # the process has ended
@@ -215,10 +207,11 @@ class EngineProcess:
         self._pipe.close()
 
 
-class _EngineServer:
-    """The other end of the pipe."""
+class _EngineServer(logging.Handler):
+    """The other end of the pipe; the server logs what is logged here."""
 
     def __init__(self, pipe: Connection) -> None:
+        super().__init__()
         self._pipe, self._loop = pipe, asyncio.get_running_loop()
         self._engine: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}  # calls by their numbers
@@ -241,12 +234,12 @@ class _EngineServer:
         os._exit(1)  # threads and collectives under way are not waited for
 
     def _begin(self, number: int, name: str, arguments: Any, named: Any) -> None:
-        if not name:
-            if (task := self._tasks.get(number)) is not None:
-                task.cancel()
-            return
-        task = self._tasks[number] = asyncio.create_task(self._do(number, name, arguments, named))
-        task.add_done_callback(lambda _: self._tasks.pop(number))
+        if name:
+            doing = asyncio.create_task(self._do(number, name, arguments, named))
+            self._tasks[number] = doing
+            doing.add_done_callback(lambda _: self._tasks.pop(number))
+        elif (task := self._tasks.get(number)) is not None:
+            task.cancel()
 
     async def _do(self, number: int, name: str, arguments: Any, named: Any) -> None:
         try:
@@ -266,13 +259,8 @@ class _EngineServer:
             self._fail(number, name, error)
 
     def _fail(self, number: int, name: str, error: Exception) -> None:
-        """Tell an error, which may have to be put into words; what nobody expected is logged."""
-        if not isinstance(error, ValoraError):
+        if not isinstance(error, ValoraError):  # nobody expected it
             log.error("%s in the process of the engine", name, exc_info=error)
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001 - it cannot be pickled
-            error = ServeError(f"{type(error).__name__}: {error}")
         self.send(number, True, error)
 
     async def _start(
@@ -281,29 +269,38 @@ class _EngineServer:
         from valora_serve.engine.start import start_engine
 
         logger = logging.getLogger("valora_serve")
-        logger.handlers, logger.propagate = [_ForwardingHandler(self.forward)], False
+        logger.handlers, logger.propagate = [self], False
         logger.setLevel(level)
         engine = self._engine = await start_engine(settings)
         if read_tokenizer is not None:
             read_tokenizer(engine.tokenizer)
         return engine.base, engine.context_length, engine.dtype, engine.tokenizer
 
-    def forward(self, record: logging.LogRecord) -> None:
-        """Have the server log something; in any thread."""
+    def emit(self, record: logging.LogRecord) -> None:
+        """Have the server log something, in a form that can be pickled; in any thread."""
+        record.msg, record.args = record.getMessage(), None
+        if record.exc_info:
+            record.exc_text = logging.Formatter().formatException(record.exc_info)
+            record.exc_info = None
         self._loop.call_soon_threadsafe(self.send, -1, False, record)
 
     def send(self, number: int, last: bool, found: Any) -> None:
         """Send something, together with what else comes in this turn of the event loop."""
         if not self._unsent:
-            self._loop.call_soon(self._flush)
+            self._loop.call_soon(self.tell)
         try:
             content = pickle.dumps(found, 5)
-        except Exception as error:  # noqa: BLE001 - a result of another package's head, say
-            last, wrong = True, ServeError(f"an answer cannot leave the engine's process: {error}")
-            content = pickle.dumps(wrong)
+            if isinstance(found, Exception):
+                pickle.loads(content)  # which fails for some
+        except Exception as error:  # noqa: BLE001 - of another package's head, say
+            said = f"an answer cannot leave the engine's process: {error}"
+            if isinstance(found, Exception):
+                said = f"{type(found).__name__}: {found}"
+            last, content = True, pickle.dumps(ServeError(said))
         self._unsent.append((number, last, content))
 
-    def _flush(self) -> None:
+    def tell(self) -> None:
+        """Send what is unsent, and the engine's state if it is another one."""
         messages, self._unsent, state, engine = self._unsent, [], None, self._engine
         if engine is not None:
             state_now = engine.stats(), engine.healthy, engine.lost
@@ -312,38 +309,16 @@ class _EngineServer:
         if messages or state is not None:
             self._pipe.send_bytes(pickle.dumps((messages, state), 5))
 
-    async def run(self) -> None:
-        """Tell the engine's state also when it answers nothing."""
-        while True:
-            await asyncio.sleep(STATE_SECONDS)
-            if not self._unsent:
-                self._flush()
-
-
-class _ForwardingHandler(logging.Handler):
-    """Passes records on in a form that can be pickled."""
-
-    def __init__(self, forward: Callable[[logging.LogRecord], None]) -> None:
-        super().__init__()
-        self._forward = forward
-
-    def emit(self, record: logging.LogRecord) -> None:
-        record.msg, record.args = record.getMessage(), None
-        if record.exc_info:
-            record.exc_text = logging.Formatter().formatException(record.exc_info)
-            record.exc_info = None
-        self._forward(record)
-
 
 def main(arguments: Sequence[str]) -> None:
     """Entry point of the process; the argument is the file descriptor of its pipe."""
-    for one in (signal.SIGINT, signal.SIGTERM):  # the server ends this process
-        signal.signal(one, signal.SIG_IGN)
 
     async def run() -> None:
-        server = _EngineServer(Connection(int(arguments[0])))
+        server = _EngineServer(*pipes(arguments))
         threading.Thread(target=server.receive, name="receive", daemon=True).start()
-        await server.run()
+        while True:  # also when the engine answers nothing
+            await asyncio.sleep(STATE_SECONDS)
+            server.tell()
 
     with contextlib.suppress(OSError):  # the server has ended
         asyncio.run(run())

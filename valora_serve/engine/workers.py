@@ -14,7 +14,6 @@ import itertools
 import logging
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -31,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 
 from valora_data.errors import ValoraError
-from valora_serve.engine.launch import how_it_ended, launch
+from valora_serve.engine.launch import how_it_ended, launch, pipes
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.sizing import find_device
 from valora_serve.errors import AdapterError, StoppedError
@@ -295,9 +294,7 @@ def _said(error: Exception) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Entry point of a worker; the arguments are the file descriptors of pipes to rank 0."""
-    for one in (signal.SIGINT, signal.SIGTERM):  # rank 0 ends this process
-        signal.signal(one, signal.SIG_IGN)
-    calls, beside = (Connection(int(one)) for one in arguments)
+    calls, beside = pipes(arguments)
     try:
         Worker(calls, beside).run()
     except (EOFError, ConnectionError):

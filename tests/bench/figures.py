@@ -91,6 +91,7 @@ FIGURES = {
         f"{SERVE}.bench_shelf --seconds 3 --device cuda --ways bundle apart yolo", 1
     ),
     "tasks": Figure("tests.bench.valora_train.bench_tasks"),
+    "sets": Figure("tests.bench.valora_train.bench_tasks --sets .valora/sets"),
     "quantized": Figure(f"{SERVE}.bench_quantized"),
     "oracles": Figure("tests.bench.valora_train.bench_oracle"),
     "contexts": Figure(

@@ -1,6 +1,8 @@
 """Every built-in task fused with its defaults: accuracy by domain, adapters and attempts.
 
-`--work` keeps the stages' results, so that a run which was interrupted goes on.
+`--sets` fuses the data sets below a folder, one in Ultralytics' format in each of its folders, in
+their place, into one adapter. `--work` keeps the stages' results, so that a run which was
+interrupted goes on.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import yaml
 
 from tests.bench.valora_serve.harness import table
 
@@ -23,13 +27,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", default=TASKS)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir(), "valora-tasks"))
+    parser.add_argument("--sets", type=Path, help="folder of data sets to fuse instead")
     options = parser.parse_args()
     domains, tasks = [], []
-    for task in options.tasks:
+    for task in ("own",) if options.sets else options.tasks:
         work = options.work / task
         paths = {"work": "work", "bundles": "bundles"}
         given = [f"paths.{name}={work / folder}" for name, folder in paths.items()]
         given.append(f"paths.tracking=sqlite:///{work.resolve()}/mlflow.db")
+        given += sets(options.sets) if options.sets else ()
         work.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "valora_train.cli", f"task={task}", *given]
         subprocess.run(command, check=True, stdout=sys.stderr)
@@ -42,6 +48,19 @@ def main():
           ["task", "domain", "required", "without LoRA", "with LoRA (95 % interval)", "adapter",
            "teacher"], domains)  # fmt: skip
     table("Fusions", ["task", "adapters", "attempts", "rolled back"], tasks)
+
+
+def sets(folder):
+    """Settings that fuse all data sets of a folder into one adapter; some have no splits yet."""
+    given = ["fusion=joint", "fusion.head_only=false", "fusion.unreachable=keep"]
+    for file in sorted(folder.resolve().glob("*/data.yaml")):
+        names, domain = yaml.safe_load(file.read_text())["names"], f"domains.{file.parent.name}"
+        labels = list(names.values()) if isinstance(names, dict) else names
+        given += [f"+domain@{domain}=yolo", f"{domain}.name={file.parent.name}"]
+        given += [f"{domain}.labels=[{','.join(labels)}]", f"{domain}.source.path={file}"]
+        fractions = "train: 0.65, unlabelled: 0, val: 0.15, test: 0.2"
+        given.append(f"{domain}.source.fractions={{{fractions}}}")
+    return given
 
 
 def cells(facts):

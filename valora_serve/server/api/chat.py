@@ -14,7 +14,12 @@ from starlette.responses import Response
 from valora_serve import types
 from valora_serve.errors import RequestError
 from valora_serve.server.api import common, schema
-from valora_serve.server.api.domain_prompt import as_measured, check_measured_media
+from valora_serve.server.api.domain_prompt import (
+    as_measured,
+    check_measured_media,
+    media_of,
+    text_of,
+)
 from valora_serve.server.api.requests import (
     Arrival,
     answer_tokens,
@@ -42,8 +47,8 @@ def router(context: ServerContext) -> APIRouter:
         summary="Answer a conversation with text, or with a domain's head",
     )
     async def chat_completions(request: Request, body: schema.ChatRequest) -> Response:
-        named = None if context.service.serves(str(body.model)) else bundles_of(context)
-        if named and body.model in named:
+        unserved = not context.service.serves(str(body.model))
+        if unserved and body.model in bundles_of(context):
             return await _bundle_answer(context, request, body)
         chat = await begin(context, request, body)
         return await common.respond(request, chat, stream=body.stream)
@@ -55,48 +60,45 @@ async def _bundle_answer(
     context: ServerContext, http: Request, body: schema.ChatRequest
 ) -> Response:
     """Answer with JSON: what each domain of a bundle finds in the user's images or video."""
-    since, many = time.monotonic(), (body.n or 1) > 1
+    since, name = time.monotonic(), str(body.model)
     tools_of(body)  # refuses what no chat may have
     sampling(body, context, max_tokens=None, logprobs=None)
-    refused = {"tools": body.tools, "response_format": grammar_of(body, context), "n": many,
-               "logprobs": body.logprobs, "top_logprobs": body.top_logprobs,
-               "stream": body.stream, "valora.adapters": body.valora.adapters,
+    refused = {"tools": body.tools, "response_format": grammar_of(body, context),
+               "n": (body.n or 1) > 1, "logprobs": body.logprobs, "stream": body.stream,
+               "top_logprobs": body.top_logprobs, "valora.adapters": body.valora.adapters,
                "valora.head": not body.valora.head}  # fmt: skip
-    if given := ", ".join(name for name, value in refused.items() if value):
+    if given := ", ".join(field for field, value in refused.items() if value):
         raise RequestError(
-            f"{body.model} is a bundle, whose domains answer at once: leave out {given}, or ask "
-            "one of its domains"
+            f"{name} is a bundle, whose domains answer at once: leave out {given}, or ask one of "
+            "its domains"
         )
-    parts: list[Any] = []
-    for message in body.messages:
-        if message.role == "user" and (content := message.content):
-            text = isinstance(content, str)
-            parts += [schema.TextPart.model_construct(text=content)] if text else content
-    images = [part.image_url for part in parts if isinstance(part, schema.ImagePart)]
-    videos = [part for part in parts if isinstance(part, schema.VideoPart | schema.FramesPart)]
+    users = [message for message in body.messages if message.role == "user"]
+    media = [part for message in users for part in media_of(message)]
+    videos = [part for part in media if not isinstance(part, schema.ImagePart)]
     if len(videos) > 1:
-        raise RequestError(f"{body.model} is a bundle: send images, or one video, and text")
+        raise RequestError(f"{name} is a bundle: send images, or one video, and text")
     video = videos[0] if videos else None
     fields = schema.VisionRequest.model_construct(  # what is in it is checked
-        images=images,
+        images=[part.image_url for part in media if isinstance(part, schema.ImagePart)],
         frames=getattr(video, "frames", []), video=getattr(video, "video_url", None),
         min_score=body.valora.min_score, deadline=body.valora.deadline,
-        prompt="\n".join(part.text for part in parts if isinstance(part, schema.TextPart)) or None,
+        prompt="\n".join(filter(None, map(text_of, users))) or None,
         max_tokens=body.max_completion_tokens or body.max_tokens, cache_salt=body.cache_salt,
         store=body.store in (None, True),
     )  # fmt: skip
-    found = await looked(context, http, fields, [str(body.model)], since, own_prompts=True)
+    found = await looked(context, http, fields, [name], since, own_prompts=True)
     used = [one.usage for one in found.values() if isinstance(one, schema.VisionAnswer)]
+    counts = {
+        count: sum(getattr(one, count) for one in used)
+        for count in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
     said = {name: one.model_dump(mode="json", exclude_none=True) for name, one in found.items()}
     answer = schema.AnswerMessage(content=json.dumps(said, ensure_ascii=False))
-    prompt, completion = (
-        sum(getattr(one, f"{part}_tokens") for one in used) for part in ("prompt", "completion")
-    )
     return common.answer(
         schema.ChatAnswer(
-            id=f"chatcmpl-{new_id()}", created=int(time.time()), model=str(body.model),
+            id=f"chatcmpl-{new_id()}", created=int(time.time()), model=name,
             choices=[schema.ChatChoice(index=0, message=answer, finish_reason="stop")],
-            usage=common.counted(prompt, completion),
+            usage=schema.UsageAnswer(**counts),
         )
     )  # fmt: skip
 
@@ -138,12 +140,11 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
     warnings += said
     for group in groups:
         warnings += check_measured_media(model, len(group), frames, head=head)
-    given = {"messages": turns, "images": images, "videos": videos}
-    parts: list[dict[str, Any]] = [given]
-    if len(groups) > 1:  # the prompt with each of the images
-        text = None if turns is None else [p for p in turns[0]["content"] if p["type"] == "text"]
-        turn = None if text is None else [{"role": "user", "content": [*text, {"type": "image"}]}]
-        parts = [{"messages": turn, "images": group} for group in groups]
+    parts: list[dict[str, Any]] = [{"messages": turns, "images": images, "videos": videos}]
+    if len(groups) > 1 and turns:  # the prompt with each of the images
+        text = [part for part in turns[0]["content"] if part["type"] == "text"]
+        turn = {"role": "user", "content": [*text, {"type": "image"}]}
+        parts = [{"messages": [turn], "images": group} for group in groups]
     left = arrival.time_left()
     requests = [
         replace(copy, id=f"{copy.id}.{number}" if number else copy.id, deadline=left, **part)
@@ -167,15 +168,12 @@ class Chat(common.Answer):
     async def choice(self, number: int, output: Output) -> dict[str, Any]:
         """A whole choice."""
         message = AnswerReader(self.tools).message(self._text(output))
-        reason = common.finish_reason(output, call=bool(message.tool_calls))
-        logprobs = None
+        reason, logprobs = common.finish_reason(output, call=bool(message.tool_calls)), None
         if self.body.logprobs:
             content = await asyncio.to_thread(common.chat_logprobs, output.logprobs)
             logprobs = {"content": content, "refusal": None}
-        return {
-            "index": number, "message": message.model_dump(), "logprobs": logprobs,
-            "finish_reason": reason,
-        }  # fmt: skip
+        said = {"message": message.model_dump(), "logprobs": logprobs, "finish_reason": reason}
+        return {"index": number, **said}
 
     async def choices(self, number: int, output: Output) -> list[dict[str, Any]]:
         """What is new of a choice, for an event each."""

@@ -7,7 +7,7 @@ import contextlib
 import math
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, ClassVar
 
 import pydantic_core
@@ -27,27 +27,17 @@ from valora_serve.server.telemetry import logs
 from valora_serve.types import Finish, Logprob, Output, TokenLogprobs, Usage
 
 MIN_LOGPROB = -9999.0  # as in OpenAI's responses
-_TEXTS = {
-    400: "The request is invalid",
-    401: "The API key is missing or unknown",
-    403: "The API key may not do this",
-    404: "There is no such model",
-    408: "The request arrived too slowly",
-    409: "The adapter or bundle is in use",
-    413: "The request is too large",
-    415: "The content type is not supported",
-    422: "The adapter is quarantined, or computed NaN or infinity for this request",
-    429: "The server is overloaded, or the key exceeded its rate limit",
-    499: "The client disconnected",
-    503: "The server is starting, shutting down, or has failed",
-    504: "The deadline passed",
-    507: "A load or unload could not be recorded; nothing was changed",
-}
+_SAID: dict[int, str] = {}
+for _kind in ServeError.__subclasses__():
+    _text = (_kind.__doc__ or "").partition("\n")[0]
+    _SAID[_kind.status] = f"{_SAID.get(_kind.status, '')} {_text}".strip()
 _ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}}
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"description": text, "content": _ERROR} for status, text in _TEXTS.items()
+    status: {"description": text, "content": _ERROR}
+    for status, text in _SAID.items()
+    if status != 500
 }
-REFUSALS[400] = {"model": ErrorAnswer, "description": _TEXTS[400]}
+REFUSALS[400] = {"model": ErrorAnswer, "description": _SAID[400]}
 """OpenAPI declarations of the errors of all routes but open ones; the model once, as FastAPI builds
 a validator wherever it is named, 27 ms for all routes."""
 _EVENT = {  # as tools that check streams expect
@@ -119,8 +109,8 @@ class Answer:
         """Wait for the whole answer, as JSON."""
         lasts = await self._answers()
         choices = [await self.choice(*one) for one in enumerate(lasts)]
-        made = self._part(choices, usage=self.used(lasts).model_dump())
-        made["valora"] = self._block(lasts[0]).model_dump()
+        usage, block = self.used(lasts).model_dump(), self._block(lasts[0]).model_dump()
+        made = self._part(choices, usage=usage, valora=block)
         few = self.requests[0].sampling.logprobs is None
         return to_json(made) if few else await asyncio.to_thread(to_json, made)
 
@@ -159,14 +149,11 @@ class Answer:
         if times is not None and times.started is not None and times.finished is not None:
             fields["queue_seconds"] = times.started - times.arrival
             fields["seconds"] = times.finished - times.arrival
+        mode = None if last.mode is None else str(last.mode)
         return ValoraAnswer(
-            model=model.name,
-            adapter=model.adapter,
-            bundle=model.bundle,
-            mode=str(last.mode) if last.mode is not None else None,
-            warnings=list(self.warnings),
-            **fields,
-        )
+            model=model.name, adapter=model.adapter, bundle=model.bundle, mode=mode,
+            warnings=list(self.warnings), **fields,
+        )  # fmt: skip
 
 
 def finish_reason(last: Output, *, call: bool = False) -> str:
@@ -180,20 +167,12 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
     """Token counts of a response; a prompt with several answers counts once."""
     used = [last.usage for last in lasts if last.usage is not None]
     firsts = used[:: max(1, len(used) // prompts)]
-    details = TokenDetails(
-        cached_tokens=sum(one.cached for one in firsts),
-        image_tokens=sum(one.image for one in firsts),
-    )
     prompt, completion = sum(one.prompt for one in firsts), sum(one.completion for one in used)
-    return counted(prompt, completion, prompt_tokens_details=details)
-
-
-def counted(prompt: int, completion: int, **details: Any) -> UsageAnswer:
-    """Token counts with their sum."""
-    total = prompt + completion
+    cached, image = sum(one.cached for one in firsts), sum(one.image for one in firsts)
     return UsageAnswer(
-        prompt_tokens=prompt, completion_tokens=completion, total_tokens=total, **details
-    )
+        prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion,
+        prompt_tokens_details=TokenDetails(cached_tokens=cached, image_tokens=image),
+    )  # fmt: skip
 
 
 def _about_all(lasts: Sequence[Output]) -> Output:
@@ -206,12 +185,9 @@ def _about_all(lasts: Sequence[Output]) -> Output:
     return replace(
         lasts[0],
         head=replace(heads[0], detections=tuple(one for head in heads for one in head.detections)),
-        usage=Usage(*(
-            sum(getattr(one, name) for one in used)
-            for name in ("prompt", "completion", "image", "cached")
-        )),
+        usage=Usage(*map(sum, zip(*map(astuple, used), strict=True))),
         times=max(times, key=lambda item: item.finished or 0.0, default=None),
-    )  # fmt: skip
+    )
 
 
 def json_logprob(value: float) -> float:
@@ -245,8 +221,7 @@ class EventStream(Response):
     def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
-        self._begun = False
+        self._events, self._begun = events, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -260,16 +235,17 @@ class EventStream(Response):
                 await _end(send, DrainingError(DRAINED))
 
     async def _stream(self, send: Send) -> None:
+        failed = None
         async with contextlib.aclosing(self._events) as events:
-            first = await anext(events)
-            self._begun = True
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send(_body(first))
-            failed = None
             try:
                 async for event in events:
+                    if not self._begun:
+                        self._begun, start = True, {"status": 200, "headers": self.raw_headers}
+                        await send({"type": "http.response.start", **start})
                     await send(_body(event))
             except ServeError as error:
+                if not self._begun:
+                    raise
                 failed = error
         await _end(send, failed)
 

@@ -38,8 +38,7 @@ def as_measured(
 
 def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[str, list[str]]:
     """Return the text of a domain's prompt, and warnings."""
-    words = (words or "").strip()
-    prompt = model.prompt or ""
+    words, prompt = (words or "").strip(), model.prompt or ""
     if not words:
         if not prompt or PLACE in prompt:
             hint = f" (its prompt is {shown(prompt)})" if prompt else ""
@@ -47,41 +46,36 @@ def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[s
         return prompt, []
     if model.takes_words:
         return _filled(prompt, words), []
-    if words == prompt.strip():
-        return prompt, []
-    if head:
-        return prompt, [_ignored(model, ["the text"])]
-    return words, [_unmeasured(model, ["another text"])] if model.head is None else []
+    if head or words == prompt.strip():
+        return prompt, [_ignored(model, ["the text"])] * (words != prompt.strip())
+    return words, [_unmeasured(model, ["another text"])] * (model.head is None)
 
 
 def check_measured_media(
     model: ServedModel, images: int, videos: Sequence[int], *, head: bool
 ) -> list[str]:
     """Compare the images of one prompt with what a domain was measured with."""
-    if model.kind != "domain" or model.form or not (images or videos):
+    ignored = model.head is not None and not head
+    if model.kind != "domain" or model.form or ignored or not (images or videos):
         return []
-    if model.head is not None and not head:
-        return []
-    wrong = None
+    wrong, count = None, model.images
     if model.media == "text":
-        wrong = f"{model.name} reads text: leave images and videos out"
+        wrong = "reads text: leave images and videos out"
     elif model.media == "video" and (images or len(videos) != 1):
-        wrong = f"{model.name} reads one video: send a video, or its frames as such"
+        wrong = "reads one video: send a video, or its frames as such"
     elif model.media == "images" and videos:
-        wrong = f"{model.name} reads images, not videos: send images"
-    elif model.media != "video" and model.images is not None and images not in (0, model.images):
-        wrong = (
-            f"{model.name} reads {plural(model.images, 'image')} at a time, got "
-            f"{images}: send {'that many' if model.images > 1 else 'one'} in a request"
-        )
+        wrong = "reads images, not videos: send images"
+    elif model.media != "video" and count is not None and images not in (0, count):
+        many = "that many" if count > 1 else "one"
+        wrong = f"reads {plural(count, 'image')} at a time, got {images}: send {many} in a request"
+    if wrong is not None and head:
+        raise ImageError(f"{model.name} {wrong}")
     if wrong is not None:
-        if head:
-            raise ImageError(wrong)
         return [_unmeasured(model, ["other images or videos"])]
-    if model.media == "video" and model.images is not None and videos[0] != model.images:
+    if model.media == "video" and count is not None and videos[0] != count:
         return [
-            f"{model.name} was measured with {plural(model.images, 'frame')} of a video, and "
-            f"this one has {videos[0]}: its accuracy may differ"
+            f"{model.name} was measured with {plural(count, 'frame')} of a video, and this one has "
+            f"{videos[0]}: its accuracy may differ"
         ]
     return []
 
@@ -101,58 +95,58 @@ def _about_context(model: ServedModel, messages: Sequence[Message]) -> Asked:
     turns = [one for one in messages if one.role not in _SYSTEM]
     if not turns:
         raise RequestError(f"{model.name} answers questions about a document: send one")
-    warnings = []
-    if len(turns) < len(messages):
-        warnings.append(
-            f"{model.name} is a context, which stands in place of the system prompt: ignored the "
-            "system prompt"
-        )
-    if (model.prompt or PLACE) != PLACE and turns[-1].role == "user" and _text(turns[-1]):
-        turns[-1] = _asking(turns[-1], _filled(model.prompt or PLACE, _text(turns[-1])))
-    return turns, warnings
+    prompt, words = model.prompt or PLACE, text_of(turns[-1])
+    if prompt != PLACE and turns[-1].role == "user" and words:
+        turns[-1] = _asking(turns[-1], _filled(prompt, words))
+    ignored = (
+        f"{model.name} is a context, which stands in place of the system prompt: ignored the "
+        "system prompt"
+    )
+    return turns, [ignored] * (len(turns) < len(messages))
 
 
 def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
     """The only turn that a head sees: its prompt, and the newest images."""
-    read, what = (_text, "text") if model.media == "text" else (_media, "an image or video")
+    read, what = (text_of, "text") if model.media == "text" else (media_of, "an image or video")
     newest = _newest(messages, read)
     if newest is None:
         raise RequestError(
             f"{model.name} answers with its {model.head} head, which reads {what}: "
             "send one in a user message, or set valora.head to false to generate"
         )
-    spoken = _newest(messages, _text) if model.takes_words else None
-    question, _ = question_of(model, None if spoken is None else _text(messages[spoken]), head=True)
+    spoken = _newest(messages, text_of) if model.takes_words else None
+    question, _ = question_of(
+        model, None if spoken is None else text_of(messages[spoken]), head=True
+    )
     dropped: list[str] = []
     for number, message in enumerate(messages):
-        words = _text(message)
+        words = text_of(message)
         if number == spoken or (number == newest and words in ("", question.strip())):
             continue
         if message.role in _SYSTEM:
             dropped.append("the system prompt")
-        elif message.role == "user" and number >= newest and spoken is None:
-            dropped += ["the text"] * bool(words)
-        else:
+        elif message.role != "user" or number < newest or spoken is not None:
             dropped.append("the other turns")
+        elif words:
+            dropped.append("the text")
     turn = _asking(Message(role="user", content=messages[newest].content), question)
     return [turn], [_ignored(model, dropped)] if dropped else []
 
 
 def _for_language_model(model: ServedModel, messages: Sequence[Message], told: bool) -> Asked:
     """The conversation in the order of training, with the domain's prompt if it has no text."""
-    spoken, newest = _newest(messages, _text), _newest(messages, _media)
-    turns = list(messages)
-    unmeasured: list[str] = []
-    if spoken is None and newest is not None:
-        question, _ = question_of(model, None, head=False)
-        if told or any(map(_text, messages)):  # otherwise the engine adds the prompt
-            turns[newest] = _asking(turns[newest], question)
-    elif spoken is not None:
-        words = _text(turns[spoken])
+    spoken, newest = _newest(messages, text_of), _newest(messages, media_of)
+    turns, unmeasured, prompt = list(messages), [], model.prompt or ""
+    if spoken is not None:
+        words = text_of(turns[spoken])
         if model.takes_words:
-            turns[spoken] = _asking(turns[spoken], _filled(model.prompt or "", words))
-        elif words != (model.prompt or "").strip():
+            turns[spoken] = _asking(turns[spoken], _filled(prompt, words))
+        elif words != prompt.strip():
             unmeasured.append("another text")
+    elif newest is not None:
+        question, _ = question_of(model, None, head=False)
+        if told or any(map(text_of, messages)):  # otherwise the engine adds the prompt
+            turns[newest] = _asking(turns[newest], question)
     if newest is None and model.media != "text":
         unmeasured.append("no image")
     said = [message for message in messages if message.role not in _SYSTEM]
@@ -161,9 +155,9 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message], told: b
     if len(said) > 1:
         unmeasured.append("several turns")
     turns = [_text_first(message) if message.role == "user" else message for message in turns]
-    if model.head is not None:
-        unmeasured = []  # its accuracy is that of the head, which was not wanted
-    return turns, [_unmeasured(model, unmeasured)] if unmeasured else []
+    # With a head, which was not wanted, the accuracy is not that of these answers anyway.
+    warned = unmeasured and model.head is None
+    return turns, [_unmeasured(model, unmeasured)] if warned else []
 
 
 def _newest(messages: Sequence[Message], read: Callable[[Message], object]) -> int | None:
@@ -201,7 +195,7 @@ def _measured(model: ServedModel) -> str:
     return f"{model.name} was measured with its prompt ({shown(model.prompt)}){images}"
 
 
-def _text(message: Message) -> str:
+def text_of(message: Message) -> str:
     """All texts of a message, joined; empty if they hold nothing but white space."""
     content = message.content
     if isinstance(content, str):
@@ -210,20 +204,21 @@ def _text(message: Message) -> str:
     return " ".join(text for text in texts if text)
 
 
-def _media(message: Message) -> list[ContentPart]:
+def media_of(message: Message) -> list[ContentPart]:
+    """Images and videos of a message."""
     content = message.content if isinstance(message.content, list) else []
     return [part for part in content if not isinstance(part, TextPart)]
 
 
 def _asking(message: Message, text: str) -> Message:
     """A message with another text, which precedes its images."""
-    parts = [TextPart(type="text", text=text), *_media(message)]
+    parts = [TextPart(type="text", text=text), *media_of(message)]
     return message.model_copy(update={"content": parts})
 
 
 def _text_first(message: Message) -> Message:
     """A message whose text follows its images, in the other order; any other message as it is."""
-    content, media = message.content, _media(message)
+    content, media = message.content, media_of(message)
     if not isinstance(content, list) or content[: len(media)] != media:
         return message
     return message.model_copy(update={"content": [*content[len(media) :], *media]})

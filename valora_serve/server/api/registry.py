@@ -21,8 +21,8 @@ BUILTIN = {
     "embeddings": "valora_serve.server.api.embeddings:router",
     "vision": "valora_serve.server.api.vision:router",
     "models": "valora_serve.server.api.models:router",
-    "contexts": "valora_serve.server.api.contexts:router",
-    "examples": "valora_serve.server.api.examples:router",
+    "contexts": "valora_serve.server.api.models:contexts",
+    "examples": "valora_serve.server.api.models:examples",
     "system": "valora_serve.server.api.system:router",
 }
 ENDPOINTS: Registry[Endpoint] = Registry("valora.endpoints", "endpoint", BUILTIN)

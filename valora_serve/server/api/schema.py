@@ -16,7 +16,6 @@ from pydantic import (
     AliasPath,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     FiniteFloat,
@@ -28,6 +27,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from valora_data.contract.results import Detection
 from valora_serve.server.media.urls import MediaUrl
 from valora_serve.types import MAX_MIXED, MAX_WEIGHT
 
@@ -42,10 +42,6 @@ def _finite(value: JsonValue) -> JsonValue:
 JsonObject = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = str  # whose halves of characters (lone surrogates) are refused as no JSON
-_Model = Annotated[
-    str | None,
-    Field(description="a domain, an adapter or the base model; the base model by default"),
-]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Limit = Annotated[int | None, Field(ge=1, le=10_000_000)]
 _Penalty = Annotated[FiniteFloat | None, Field(ge=-2, le=2)]
@@ -89,22 +85,12 @@ REFUSED = {
 """Fields of OpenAI's that ask for what is not served."""
 
 
-class Body(BaseModel):
+class Body(BaseModel, extra="forbid", frozen=True):
     """Body of a request."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
-
-class OpenBody(BaseModel):
+class OpenBody(BaseModel, frozen=True):
     """A part of a request whose unknown fields are ignored."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class ResponseBody(BaseModel):
-    """Body of a response, or a part of one."""
-
-    model_config = ConfigDict(frozen=True)
 
 
 def fields_of(kind: type, *without: str) -> dict[str, Any]:
@@ -305,7 +291,9 @@ class Valora(Body):
 
 
 class _Asked(Body):
-    model: _Model = None
+    model: str | None = Field(
+        default=None, description="a domain, an adapter or the base model, which is the default"
+    )
     cache_salt: CacheSalt = None
     valora: Valora = Valora()
 
@@ -493,14 +481,14 @@ class LookRequest(VisionRequest):
 # Responses
 
 
-class Listed(ResponseBody, Generic[T]):
+class Listed(BaseModel, Generic[T]):
     """Several of something, as OpenAI's API lists it."""
 
     object: Literal["list"] = "list"
     data: list[T]
 
 
-class ErrorBody(ResponseBody):
+class ErrorBody(BaseModel):
     """An error: one sentence, and a code for programs."""
 
     message: str
@@ -509,20 +497,20 @@ class ErrorBody(ResponseBody):
     code: str | None = None
 
 
-class ErrorAnswer(ResponseBody):
+class ErrorAnswer(BaseModel):
     """Response of every error."""
 
     error: ErrorBody
 
 
-class TokenDetails(ResponseBody):
+class TokenDetails(BaseModel):
     """Prompt tokens that were cached, and those of images."""
 
     cached_tokens: int = 0
     image_tokens: int = 0
 
 
-class UsageAnswer(ResponseBody):
+class UsageAnswer(BaseModel):
     """Token counts of a request."""
 
     prompt_tokens: int = 0
@@ -531,20 +519,12 @@ class UsageAnswer(ResponseBody):
     prompt_tokens_details: TokenDetails | None = None
 
 
-class DetectionAnswer(ResponseBody):
-    """A detected box (x0, y0, x1, y1), in pixels of the image as it was sent."""
-
-    label: str
-    confidence: float
-    box: tuple[float, float, float, float]
-
-
-class ImageAnswer(ResponseBody):
+class ImageAnswer(BaseModel):
     """The boxes of one image, and the size in pixels that they refer to."""
 
     width: int
     height: int
-    detections: list[DetectionAnswer]
+    detections: list[Detection]
 
 
 _WARNINGS: Any = Field(
@@ -552,10 +532,8 @@ _WARNINGS: Any = Field(
 )
 
 
-class ValoraAnswer(ResponseBody):
+class ValoraAnswer(BaseModel, extra="allow"):
     """Which model answered and how, and the answer of its head; other kinds have other fields."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str
     adapter: str | None = None
@@ -573,7 +551,7 @@ class ValoraAnswer(ResponseBody):
     warnings: list[str] = _WARNINGS
 
 
-class TopLogprob(ResponseBody):
+class TopLogprob(BaseModel):
     """A token and its log probability."""
 
     token: str
@@ -587,7 +565,7 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = []
 
 
-class ChatLogprobs(ResponseBody):
+class ChatLogprobs(BaseModel):
     """Log probabilities of the tokens of an answer."""
 
     content: list[TokenLogprob] | None = None
@@ -600,7 +578,7 @@ class AnswerToolCall(ToolCall):
     id: str
 
 
-class AnswerMessage(ResponseBody):
+class AnswerMessage(BaseModel):
     """Message with the answer."""
 
     role: Literal["assistant"] = "assistant"
@@ -609,7 +587,7 @@ class AnswerMessage(ResponseBody):
     tool_calls: list[AnswerToolCall] | None = None
 
 
-class ChatChoice(ResponseBody):
+class ChatChoice(BaseModel):
     """One answer of ``/v1/chat/completions``."""
 
     index: int
@@ -618,7 +596,7 @@ class ChatChoice(ResponseBody):
     finish_reason: str
 
 
-class _Answer(ResponseBody):
+class _Answer(BaseModel):
     id: str
     created: int
     model: str
@@ -633,7 +611,7 @@ class ChatAnswer(_Answer):
     choices: list[ChatChoice]
 
 
-class CompletionLogprobs(ResponseBody):
+class CompletionLogprobs(BaseModel):
     """Log probabilities of an answer's tokens; the first token of an echoed prompt has none."""
 
     tokens: list[str] = []
@@ -642,7 +620,7 @@ class CompletionLogprobs(ResponseBody):
     text_offset: list[int] = []
 
 
-class CompletionChoice(ResponseBody):
+class CompletionChoice(BaseModel):
     """One answer of ``/v1/completions``."""
 
     index: int
@@ -658,10 +636,8 @@ class CompletionAnswer(_Answer):
     choices: list[CompletionChoice]
 
 
-class ResponseAnswer(ResponseBody):
+class ResponseAnswer(BaseModel, extra="allow"):
     """Response of ``/v1/responses``; all of OpenAI's fields that apply here."""
-
-    model_config = ConfigDict(extra="allow")
 
     id: str
     object: Literal["response"] = "response"
@@ -672,7 +648,7 @@ class ResponseAnswer(ResponseBody):
     valora: ValoraAnswer | None = None
 
 
-class Embedding(ResponseBody):
+class Embedding(BaseModel):
     """One embedding: numbers, or base64 of little-endian float32; its Euclidean length is 1."""
 
     object: Literal["embedding"] = "embedding"
@@ -687,21 +663,19 @@ class EmbeddingAnswer(Listed[Embedding]):
     usage: UsageAnswer
 
 
-class VisionResult(ResponseBody):
+class VisionResult(BaseModel, extra="allow"):
     """The answer to one image or to the video; other kinds of heads have other fields."""
-
-    model_config = ConfigDict(extra="allow")
 
     width: int
     height: int
-    detections: list[DetectionAnswer] | None = None
+    detections: list[Detection] | None = None
     label: str | None = None
     confidence: float | None = None
     confidences: dict[str, float] | None = None
     text: str | None = None
 
 
-class VisionAnswer(ResponseBody):
+class VisionAnswer(BaseModel):
     """Response of ``/v1/vision/{domain}``: one result per image, in order."""
 
     id: str
@@ -719,7 +693,7 @@ class VisionAnswer(ResponseBody):
     warnings: list[str] = _WARNINGS
 
 
-class LookAnswer(ResponseBody):
+class LookAnswer(BaseModel):
     """Response of ``/v1/vision``: by domain its answer, or why there is none."""
 
     id: str
@@ -729,7 +703,7 @@ class LookAnswer(ResponseBody):
     seconds: float
 
 
-class Done(ResponseBody):
+class Done(BaseModel):
     """Response to an unload."""
 
     status: Literal["ok"] = "ok"

@@ -11,24 +11,24 @@ from typing import Any, Literal
 
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from pydantic import Field, create_model
+from pydantic import BaseModel, Field, create_model
 from starlette.responses import FileResponse, Response
 
 from valora_serve.server.access.guard import JSON, Access, allow
-from valora_serve.server.api.schema import ResponseBody, fields_of
+from valora_serve.server.api.schema import fields_of
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part
 from valora_serve.server.telemetry.metrics import memory_bytes
 from valora_serve.types import EngineStats
 
 
-class Health(ResponseBody):
+class Health(BaseModel):
     """Response of ``/health`` and ``/ready``."""
 
     status: Literal["ok", "failed"]
 
 
-class Version(ResponseBody):
+class Version(BaseModel):
     """Response of ``/version``."""
 
     version: str
@@ -40,7 +40,7 @@ class Version(ResponseBody):
 
 EngineStatus: Any = create_model(
     "EngineStatus",
-    __base__=ResponseBody,
+    __base__=BaseModel,
     __doc__="State and counters of an engine; counters count from its start.",
     **fields_of(EngineStats, "on_device", "on_disk"),  # which may be thousands of names
     prefix_hit_ratio=(float | None, ...),

@@ -8,7 +8,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import refused, serving
 from valora_serve.server.access.keys import new_key
 from valora_serve.server.api import models
-from valora_serve.server.api.models import card
+from valora_serve.server.service import without_folder
 
 
 def test_version_and_console(tmp_path):
@@ -61,11 +61,11 @@ def test_the_list_of_models_is_made_off_the_event_loop(monkeypatch):
     """There may be thousands of adapters."""
     threads = set()
 
-    def told(*arguments, **more):
+    def told(model):
         threads.add(threading.current_thread().name)
-        return card(*arguments, **more)
+        return without_folder(model)
 
-    monkeypatch.setattr(models, "card", told)
+    monkeypatch.setattr(models, "without_folder", told)
     with serving() as server:
         found = server.client.get("/v1/models").json()
         assert [one["id"] for one in found["data"]] == [one.name for one in server.engine.models()]

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter
 from fastapi import Path as InPath
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, create_model
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from starlette.responses import Response
 
 from valora_data.contract.files import UnreadableError, read_bytes
@@ -67,14 +67,14 @@ class UnloadBundleRequest(Body):
 
 _Served: Any = create_model(
     "_Served",
-    __base__=BaseModel,
+    __config__=ConfigDict(from_attributes=True),
     **fields_of(
         ServedModel, "name", "prompted", "images", "max_tokens", "memory_bytes", "loaded_at"
     ),
 )
 
 
-class ModelCard(_Served, from_attributes=True):  # type: ignore[misc]
+class ModelCard(_Served):  # type: ignore[misc]
     """A model that requests can name: the base model, an adapter or a domain."""
 
     id: str = Field(validation_alias="name")
@@ -99,24 +99,23 @@ class Loaded(BaseModel):
     models: list[ModelCard]
 
 
-def _admin(context: ServerContext, verb: str, max_body_bytes: int | None = None) -> Any:
-    """Rules of what only administrators may do, where that is allowed at all."""
-    disabled = f"This server {verb} nothing at run time: start it with --allow-runtime-loading"
-    allowed = context.settings.allow_runtime_loading
-    return allow(
-        Access.ADMIN, max_body_bytes=max_body_bytes, disabled=None if allowed else disabled
-    )
+def _disabled(context: ServerContext, verb: str) -> str | None:
+    if context.settings.allow_runtime_loading:
+        return None
+    return f"This server {verb} nothing at run time: start it with --allow-runtime-loading"
 
 
 def router(context: ServerContext) -> APIRouter:
     """Routes that list, load and unload models."""
     routes = APIRouter()
     engine, served, loader = context.service.engine, context.served, context.on_request
-    admin, whole = _admin(context, "loads", MAX_BODY_BYTES), context.service.changed
+    disabled, whole = _disabled(context, "loads"), context.service.changed
+    admin = allow(Access.ADMIN, max_body_bytes=MAX_BODY_BYTES, disabled=disabled)
 
     def card(model: ServedModel, **more: Any) -> ModelCard:
-        made = ModelCard.model_validate(without_folder(model))
-        return made.model_copy(update={"max_model_len": engine.context_length, **more})
+        found = {"max_model_len": engine.context_length, **more}
+        made: ModelCard = ModelCard.model_validate(without_folder(model)).model_copy(update=found)
+        return made
 
     def cards_of(models: Sequence[ServedModel]) -> list[ModelCard]:
         stats = engine.stats()
@@ -231,7 +230,7 @@ class ContextCard(BaseModel, from_attributes=True):
 def contexts(context: ServerContext) -> APIRouter:
     """Routes that list, make and delete contexts."""
     routes, served = APIRouter(tags=["contexts"]), context.served
-    admin = _admin(context, "makes")
+    admin = allow(Access.ADMIN, disabled=_disabled(context, "makes"))
 
     @routes.get("/v1/contexts", summary="List the contexts that a request can name")
     async def all_contexts() -> Listed[ContextCard]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -18,6 +18,7 @@ from starlette.requests import Request as HttpRequest
 from valora_serve.errors import DeadlineError, ImageError, RequestError, ServeError, TooLongError
 from valora_serve.server.access.guard import caller
 from valora_serve.server.api import schema
+from valora_serve.server.api.domain_prompt import media_of
 from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.context import ServerContext
@@ -245,89 +246,79 @@ async def read_messages(
 
     Returns turns for a chat template, None if they hold no text; the images; the videos.
     """
-    reading = _Reading(context, pixels)
-    for number, message in enumerate(messages):
-        reading.add(number, message)
-    if told:
-        reading.instruct(told)
-    check_text(reading.chars, context)
-    limit, images = context.settings.max_images, len(reading.images)
-    count = images + len(reading.videos)
-    if not count and not reading.chars:
+    turns, reader = _turns_of(messages), context.media
+    if told and turns[0]["role"] == "system":
+        said, content = f"\n\n{told}", turns[0]["content"]
+        turns[0]["content"] += said if isinstance(content, str) else [_text(said)]
+    elif told:
+        turns.insert(0, {"role": "system", "content": told})
+    chars = sum(map(_chars, turns))
+    check_text(chars, context)
+    media = [part for message in messages for part in media_of(message)]
+    if not media and not chars:
         raise RequestError("messages hold no text and no image: ask something")
-    if count > limit:
+    if len(media) > (limit := context.settings.max_images):
         raise ImageError(
-            f"The request has {count} images and videos, more than {limit}: send fewer"
+            f"The request has {len(media)} images and videos, more than {limit}: send fewer"
         )
-    shown = (read(at, images) for at, read in enumerate(reading.images, 1))
-    found = await gathered(*shown, *(read() for read in reading.videos))
-    return reading.turns if reading.chars else None, found[:images], found[images:]
+    urls = [part.image_url for part in media if isinstance(part, schema.ImagePart)]
+    reading = [
+        reader.frames(part.frames, pixels)
+        if isinstance(part, schema.FramesPart)
+        else reader.video(part.video_url, pixels)
+        for part in media
+        if isinstance(part, schema.VideoPart | schema.FramesPart)
+    ]
+    images, *videos = await gathered(reader.images(urls, pixels), *reading)
+    return turns if chars else None, images, videos
 
 
-class _Reading:
-    """Turns of a conversation, with the images and videos that are still to be read."""
-
-    def __init__(self, context: ServerContext, pixels: Pixels) -> None:
-        self.turns: list[dict[str, Any]] = []
-        self.images: list[Callable[[int, int], Coroutine[Any, Any, Any]]] = []
-        self.videos: list[Callable[[], Coroutine[Any, Any, Any]]] = []
-        self.chars = 0  # of all texts
-        self._result = False  # whether the last message was a tool's result
-        self._media, self._pixels = context.media, pixels
-
-    def add(self, number: int, message: schema.Message) -> None:
-        content = message.content
+def _turns_of(messages: Sequence[schema.Message]) -> list[dict[str, Any]]:
+    turns: list[dict[str, Any]] = []
+    follows = False  # whether the last message was a tool's result
+    for number, message in enumerate(messages):
+        content: Any = message.content
+        if isinstance(content, list):
+            content = list(map(_part, content))
         if message.role == "assistant":
             calls = calls_as_text(message)
             if not isinstance(content, list):
                 content = "\n".join(text for text in (content, message.refusal, calls) if text)
             elif calls:
-                content = [*content, _text_part(f"\n{calls}")]
+                content.append(_text(f"\n{calls}"))
         if content is None:
             raise RequestError(
                 f"messages.{number}: content is null, which only an assistant's message may be: "
                 "send a text"
             )
         result = message.role in ("tool", "function")
-        follows, self._result = self._result and result, result
         if result:
-            begin, end = "\n" * follows + "<tool_response>\n", "\n</tool_response>"
-            inner = [_text_part(content)] if isinstance(content, str) else content
-            content = [_text_part(begin), *inner, _text_part(end)]
-        if isinstance(content, str):
-            self.chars += len(content)
-            parts: Any = content
+            begin = "\n" * follows + "<tool_response>\n"
+            inner = [_text(content)] if isinstance(content, str) else content
+            content = [_text(begin), *inner, _text("\n</tool_response>")]
+        if result and follows:  # results share a turn, as in Qwen's template
+            turns[-1]["content"] += content
         else:
-            parts = [self._part(part) for part in content]
-        if follows:  # results share a turn, as in Qwen's template
-            self.turns[-1]["content"] += parts
-        else:
-            self.turns.append({"role": _ROLES.get(message.role, message.role), "content": parts})
+            turns.append({"role": _ROLES.get(message.role, message.role), "content": content})
+        follows = result
+    return turns
 
-    def instruct(self, told: str) -> None:
-        """Add an instruction to the end of the system prompt, which may hold images."""
-        self.chars += len(told)
-        if not self.turns or self.turns[0]["role"] != "system":
-            self.turns.insert(0, {"role": "system", "content": told})
-        elif isinstance(content := self.turns[0]["content"], str):
-            self.turns[0] = {"role": "system", "content": f"{content}\n\n{told}"}
-        else:
-            content.append({"type": "text", "text": f"\n\n{told}"})
 
-    def _part(self, part: schema.ContentPart) -> dict[str, Any]:
-        media, pixels = self._media, self._pixels
-        match part:
-            case schema.TextPart():
-                self.chars += len(part.text)
-                return {"type": "text", "text": part.text}
-            case schema.ImagePart():
-                self.images.append(partial(media.image, part.image_url, pixels))
-                return {"type": "image"}
-            case schema.VideoPart():
-                self.videos.append(partial(media.video, part.video_url, pixels))
-            case schema.FramesPart():
-                self.videos.append(partial(media.frames, part.frames, pixels))
-        return {"type": "video"}
+def _chars(turn: dict[str, Any]) -> int:
+    content = turn["content"]
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part.get("text", "")) for part in content)
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def _part(part: schema.ContentPart) -> dict[str, Any]:
+    if isinstance(part, schema.TextPart):
+        return _text(part.text)
+    return {"type": "image" if isinstance(part, schema.ImagePart) else "video"}
 
 
 def check_text(chars: int, context: ServerContext) -> None:
@@ -356,7 +347,3 @@ def several_of(given: str | list[Any], name: str, limit: int, context: ServerCon
 def as_prompt(item: str | list[int]) -> dict[str, Any]:
     """A text or its tokens as fields of a request to the engine."""
     return {"text": item} if isinstance(item, str) else {"token_ids": tuple(item)}
-
-
-def _text_part(text: str) -> schema.TextPart:
-    return schema.TextPart(type="text", text=text)

@@ -85,12 +85,8 @@ REFUSED = {
 """Fields of OpenAI's that ask for what is not served."""
 
 
-class Body(BaseModel, extra="forbid", frozen=True):
-    """Body of a request."""
-
-
-class OpenBody(BaseModel, frozen=True):
-    """A part of a request whose unknown fields are ignored."""
+class Body(BaseModel, extra="forbid"):
+    """Body of a request, or a part of one."""
 
 
 def fields_of(kind: type, *without: str) -> dict[str, Any]:
@@ -121,7 +117,7 @@ _Others: Any = create_model("_Others", __base__=Body, **_FIELDS)
 # Requests
 
 
-class Url(OpenBody):
+class Url(BaseModel):
     """URL of an image or video: data:, http(s): of an allowed host, or file: in media_folder."""
 
     url: str
@@ -136,28 +132,28 @@ def _url(item: Any) -> Any:
 _Media = Annotated[MediaUrl, BeforeValidator(_url, json_schema_input_type=Url | str)]
 
 
-class TextPart(OpenBody):
+class TextPart(BaseModel):
     """Text in a message."""
 
     type: Literal["text", "input_text", "output_text", "refusal"]
     text: Text = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
-class ImagePart(OpenBody):
+class ImagePart(BaseModel):
     """An image in a message."""
 
     type: Literal["image_url", "input_image"]
     image_url: _Media
 
 
-class VideoPart(OpenBody):
+class VideoPart(BaseModel):
     """A video in a message; evenly spaced frames are sampled from it."""
 
     type: Literal["video_url"]
     video_url: _Media
 
 
-class FramesPart(OpenBody):
+class FramesPart(BaseModel):
     """A video in a message, as its frames in order."""
 
     type: Literal["frames"]
@@ -168,21 +164,21 @@ ContentPart = Annotated[TextPart | ImagePart | VideoPart | FramesPart, Field(dis
 _Parts = Annotated[list[ContentPart], Field(max_length=10_000, fail_fast=True)]
 
 
-class FunctionCall(OpenBody):
+class FunctionCall(BaseModel):
     """A call of a function, as the assistant wrote it."""
 
     name: Text
     arguments: Text
 
 
-class ToolCall(OpenBody):
+class ToolCall(BaseModel):
     """An earlier call of a tool."""
 
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(OpenBody):
+class Message(BaseModel):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -209,7 +205,7 @@ class Function(Body):
     cache_control: JsonValue = Field(default=None, description="ignored")
 
 
-class Tool(OpenBody):
+class Tool(BaseModel):
     """A function as a tool."""
 
     type: Literal["function"]
@@ -230,14 +226,14 @@ def _within(field: str, name: str) -> Any:
     return Field(validation_alias=AliasChoices(AliasPath(field, name), name))
 
 
-class NamedTool(OpenBody):
+class NamedTool(BaseModel):
     """A function by its name, which stands in `function` in chat: `{"name": …}`."""
 
     type: Literal["function"]
     name: str = _within("function", "name")
 
 
-class AllowedTools(OpenBody):
+class AllowedTools(BaseModel):
     """What an answer may, or must, call; in chat mode and tools stand in `allowed_tools`."""
 
     type: Literal["allowed_tools"]
@@ -245,7 +241,7 @@ class AllowedTools(OpenBody):
     tools: list[NamedTool] = _within("allowed_tools", "tools")
 
 
-class StreamOptions(OpenBody):
+class StreamOptions(BaseModel):
     """Options of a streamed response."""
 
     include_usage: bool | None = False
@@ -393,14 +389,14 @@ class ResponseInputCall(FunctionCall):
     type: Literal["function_call"]
 
 
-class ResponseInputResult(OpenBody):
+class ResponseInputResult(BaseModel):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
     output: Text | _Parts
 
 
-class ResponseInputReasoning(OpenBody):
+class ResponseInputReasoning(BaseModel):
     """Earlier reasoning, which is ignored."""
 
     type: Literal["reasoning"]

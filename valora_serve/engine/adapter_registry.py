@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 
 FIXED = "the base weights have 4 or 8 bits"  # why no adapter is merged into some base models
 INFINITE = "merging it makes base weights infinite or NaN"  # why a merge was taken back
+
+
+Read = tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]
+"""What was read; by content hash adapters, reasons why some are never merged, and prefixes."""
 
 
 class MergeState:
@@ -66,6 +71,10 @@ class MergeState:
         self.adapter = adapter
         self.mode = mode if adapter is not None else Mode.UNMERGED
         return adapter == wanted
+
+    def unmerge(self) -> None:
+        """Restore the pristine weights; the adapter, which was pinned, makes room for others."""
+        self.switch(Mode.UNMERGED, None)
 
     def _merge(self, adapter: str) -> bool:
         """Merge an adapter; return whether that went well, after which the weights are finite."""
@@ -114,7 +123,7 @@ class AdapterRegistry:
         self._row_norms = lmm.linears.row_norms() if mergeable else {}
         self._key_of: dict[str, str] = {}  # by content hash
         self._names: dict[str, list[str]] = {}  # of the adapters that a name needs, by key
-        self._listed: dict[frozenset[str], tuple[str, ...]] = {}
+        self._names_of = lru_cache(2)(self._find_names)  # the same at nearly every step
         self.contexts = 0  # that requests can name
         self._named_prefixes: set[str] = set()  # keys of those that a name needs
 
@@ -137,14 +146,10 @@ class AdapterRegistry:
 
     def names(self, keys: Collection[str]) -> tuple[str, ...]:
         """Return all names that requests can use for some adapters."""
-        if not keys:
-            return ()
-        found = self._listed.get(frozenset(keys))  # the same at nearly every step
-        if found is None:
-            if len(self._listed) >= 2:
-                self._listed.clear()
-            found = self._listed[frozenset(keys)] = tuple(self.by_name(dict.fromkeys(keys, "")))
-        return found
+        return self._names_of(frozenset(keys))
+
+    def _find_names(self, keys: frozenset[str]) -> tuple[str, ...]:
+        return tuple(self.by_name(dict.fromkeys(keys, "")))
 
     def name(self, key: str) -> str:
         """Return the name of an adapter; its key if only running requests still need it."""
@@ -157,28 +162,21 @@ class AdapterRegistry:
             "use another model; loading the adapter again lifts the quarantine"
         )
 
-    def read(
-        self, folder: Path, name: str | None = None, *, decode_only: bool = False
-    ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]:
+    def read(self, folder: Path, name: str | None = None, *, decode_only: bool = False) -> Read:
         """Read, check and pack a bundle, or a PEFT adapter under a name; for `register`."""
-        store = self._store
         if name is None:
-            staged = store.stage_bundle(folder)
+            staged = self._store.stage_bundle(folder)
         else:
-            staged = store.stage_adapter(name, folder, decode_only=decode_only)
-        unmergeable = {}
+            staged = self._store.stage_adapter(name, folder, decode_only=decode_only)
+        unmergeable, dtype = {}, self._memory.storage.dtype
         for content, adapter in staged.adapters.items():
-            reason = check_effect(adapter, self._memory.storage.dtype, self._row_norms)
-            if not self._lmm.mergeable:
-                reason = FIXED
-            if reason is not None:
+            reason = check_effect(adapter, dtype, self._row_norms)
+            if (reason := reason if self._lmm.mergeable else FIXED) is not None:
                 unmergeable[content] = reason
         packed = {content: self._memory.pack(one) for content, one in staged.adapters.items()}
         return staged, packed, unmergeable, self._pack_prefixes(staged)
 
-    def read_context(
-        self, name: str, folder: Path
-    ) -> tuple[Staged, dict[str, PackedAdapter], dict[str, str], dict[str, PackedPrefix]]:
+    def read_context(self, name: str, folder: Path) -> Read:
         """Read a context that was made at run time, as `read` does."""
         try:
             staged = self._store.stage_context(name, folder)
@@ -203,38 +201,34 @@ class AdapterRegistry:
         self,
         staged: Staged,
         packed: Mapping[str, PackedAdapter],
-        unmergeable: Mapping[str, str] | None = None,
-        prefixes: Mapping[str, PackedPrefix] | None = None,
+        unmergeable: Mapping[str, str],
+        prefixes: Mapping[str, PackedPrefix],
     ) -> list[str]:
         """Make what was read nameable, all of it or nothing (`AdapterError`); return the names."""
         self._store.check(staged)
         self._activate({name for one in packed.values() for name in one.groups})
         models = self._store.commit(staged)
         for content, adapter in staged.adapters.items():
-            folder = adapter.folder
-
-            def reload(folder: Path = folder) -> PackedAdapter:
-                return self._memory.pack(read_adapter(folder, self._lmm.targets))
-
-            key, reason = self.key(adapter), (unmergeable or {}).get(content)
+            key, reason = self.key(adapter), unmergeable.get(content)
+            reload = partial(self._reread, adapter.folder)
             self._adapters.add(key, packed[content], reload, unmergeable=reason)
             if reason is not None and reason is not FIXED:
                 log.warning("adapter %s is served, but never merged: %s", key, reason)
         for target in staged.targets:
-            if target.context is not None and target.context.has_prefix:
-                self._add_prefix(target.context, (prefixes or {})[target.context.content])
+            if (context := target.context) is not None and context.has_prefix:
+                reread = partial(self._reread_prefix, context)
+                self._prefixes.add(self.prefix_key(context), prefixes[context.content], reread)
         self._refresh()
         return [model.name for model in models]
 
-    def _add_prefix(self, context: Context, packed: PackedPrefix) -> None:
-        file, config = context.file, self._lmm.config.get_text_config()
-        assert file is not None
+    def _reread(self, folder: Path) -> PackedAdapter:
+        return self._memory.pack(read_adapter(folder, self._lmm.targets))
 
-        def reload() -> PackedPrefix:
-            found, memory = reread_context(context, file, self._store.base_hash(), config)
-            return self.pack_prefix(context.name, found, memory)
-
-        self._prefixes.add(self.prefix_key(context), packed, reload)
+    def _reread_prefix(self, context: Context) -> PackedPrefix:
+        assert context.file is not None
+        base, config = self._store.base_hash(), self._lmm.config.get_text_config()
+        found, memory = reread_context(context, context.file, base, config)
+        return self.pack_prefix(context.name, found, memory)
 
     def unregister(self, kind: str, name: str) -> None:
         """Forget an adapter, a bundle or a context; requests that run on it are finished."""
@@ -248,9 +242,8 @@ class AdapterRegistry:
             self._retire(self._prefixes, (sequence.prefix,))
 
     def _refresh(self) -> None:
-        """Find out which adapters and prefixes are needed now, and free the others."""
         before, self._names = self._names, {}
-        self._listed.clear()
+        self._names_of.cache_clear()
         for name, adapter in self._store.adapters().items():
             # The first name is the adapter's own; domains that use it come later.
             self._names.setdefault(self.key(adapter), []).append(name)
@@ -261,10 +254,9 @@ class AdapterRegistry:
         self._retire(self._adapters, before)
         self._retire(self._prefixes, gone)
         # What is read again gets the key that its first folder gives it then.
+        known = self._names, kept, self._adapters, self._prefixes
         self._key_of = {
-            content: key
-            for content, key in self._key_of.items()
-            if key in self._names or key in kept or key in self._adapters or key in self._prefixes
+            content: key for content, key in self._key_of.items() if any(key in x for x in known)
         }
 
     def _retire(self, residency: AdapterMemory | PrefixMemory, keys: Iterable[str]) -> None:
@@ -273,16 +265,14 @@ class AdapterRegistry:
             needed = key in self._names or key in self._named_prefixes or key in residency.wanted
             if not needed and key in residency:
                 if key == self._merge_state.adapter:
-                    self._merge_state.switch(Mode.UNMERGED, None)
+                    self._merge_state.unmerge()
                 residency.remove(key)
 
     def _activate(self, names: set[str]) -> None:
         linears = self._lmm.linears
-        new = {name for name in names if linears.groups[name].lora is None}
-        if not new:
+        if not (new := {name for name in names if linears.groups[name].lora is None}):
             return
-        if self._merge_state.adapter is not None:
-            self._merge_state.switch(Mode.UNMERGED, None)
+        self._merge_state.unmerge()
         try:
             linears.activate(sorted(new), self._mergeable)
         except torch.OutOfMemoryError as error:

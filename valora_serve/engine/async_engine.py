@@ -17,40 +17,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from valora_serve.catalogue.contexts import write_context
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import RequestError, ServeError, StoppedError, UnknownModelError
-from valora_serve.types import (
-    EngineStats,
-    Finish,
-    NewContext,
-    Output,
-    Request,
-    ServedModel,
-    Times,
-    failure,
-)
+from valora_serve.types import EngineStats, NewContext, Output, Request, ServedModel, failure
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Found = Mapping[str, Prepared | ServeError]  # requests that are prepared, or why not, by id
 
 
 @dataclass(frozen=True, slots=True)
 class _Listener:
-    loop: asyncio.AbstractEventLoop
+    request: Request
     queue: asyncio.Queue[Output]
     held: list[Output] | None  # of an answer that is passed on as a whole; None for a stream
 
 
-STUCK_SECONDS = 10.0
-"""Seconds that the engine's thread has to end after a process of its group has ended."""
-
-QUIET = 0.5
-"""Seconds without requests after which the engine prepares, measures and tunes piece by piece."""
-
+STUCK_SECONDS = 10.0  # that the engine's thread has to end after a process of its group has ended
+QUIET = 0.5  # seconds without requests after which the engine prepares, measures and tunes
 PAUSE = 0.001  # seconds between checks of loading adapters while there is nothing to compute
 
 
@@ -59,15 +46,14 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the requests
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Event()
-        self._stopping = False
-        self._draining = False
+        self._stopping = self._draining = self._closed = False
         self._failed: str | None = None
         # By request id; None: the client has left, and the engine has not ended the request yet.
         self._queues: dict[str, _Listener | None] = {}
         self._closing = threading.Lock()
-        self._closed = False
         # One thread: the tokenizer is not thread-safe, and the engine's thread needs a core.
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._loading = ThreadPoolExecutor(1, "load")
@@ -120,7 +106,11 @@ class AsyncEngine:
             self._failed = f"the engine has failed ({error}): restart the server"
         finally:
             self._failed = self._failed or "the engine is stopped"
-            self._fail_all(self._failed)
+            try:
+                self._deliver(engine.fail_all(self._failed))
+            except Exception:
+                log.exception("ending the requests of the failed engine")
+            self._fail_listeners(self._failed)
             with self._closing:
                 self._closed = True
             while self._calls:
@@ -129,7 +119,6 @@ class AsyncEngine:
             engine.close()
 
     def _use_idle_time(self) -> bool:
-        """Do a piece of what the start has left for later; return whether there was any."""
         engine = self._engine
         if engine.prepare_next():
             return True
@@ -163,25 +152,14 @@ class AsyncEngine:
         if self._thread.is_alive():  # it waits for a GPU that waits for the lost one
             self._fail_listeners(reason)
 
-    def _fail_all(self, reason: str) -> None:
-        """End all requests with an error, also if the engine itself can no longer end them."""
-        try:
-            self._deliver(self._engine.fail_all(reason))
-        except Exception:
-            log.exception("ending the requests of the failed engine")
-        self._fail_listeners(reason)
-
     def _fail_listeners(self, reason: str) -> None:
-        now = time.monotonic()
-        failed = StoppedError(reason)
-        for request_id in tuple(self._queues):
-            times = Times(now, finished=now)
-            wrong = Output(request_id, finish=Finish.ERROR, error=failed, times=times)
-            self._deliver([wrong])  # requests that have ended have no listener
+        """End all requests, also if the engine cannot; those that have ended have no listener."""
+        wrong, now = StoppedError(reason), time.monotonic()
+        waiting = tuple(self._queues.values())
+        self._deliver([failure(one.request, wrong, now) for one in waiting if one is not None])
 
     def _deliver(self, outputs: list[Output]) -> None:
-        """Hand outputs to the event loops of their requests, with one call for each loop."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Queue[Output], Output]]] = {}
+        news: list[tuple[asyncio.Queue[Output], Output]] = []
         for output in outputs:
             waiting = self._queues.get(output.id)
             if waiting is None:
@@ -192,12 +170,10 @@ class AsyncEngine:
             if waiting.held is not None:  # each output on its own costs the event loop 50 us
                 waiting.held.append(output)
                 ready = waiting.held if output.finish is not None else []
-            if ready:
-                news = by_loop.setdefault(waiting.loop, [])
-                news += [(waiting.queue, one) for one in ready]
-        for loop, news in by_loop.items():
+            news += [(waiting.queue, one) for one in ready]
+        if news and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(_put, news)
+                self._loop.call_soon_threadsafe(_put, news)
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -205,10 +181,8 @@ class AsyncEngine:
         def run() -> None:
             if not future.set_running_or_notify_cancel():
                 return
-            if self._failed is not None:
-                future.set_exception(StoppedError(self._failed))
-                return
             try:
+                self._check_running()
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - the caller gets it
                 future.set_exception(error)
@@ -221,12 +195,10 @@ class AsyncEngine:
                 self._wake.set()
         return future
 
-    async def _await(self, function: Callable[[], T]) -> T:
+    async def _do(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._call(function))
 
     async def _in(self, pool: ThreadPoolExecutor, function: Callable[[], T]) -> T:
-        """Run a function in another thread; a `StoppedError` says that the engine has stopped."""
-
         def run() -> T:
             self._check_running()
             return function()
@@ -245,25 +217,22 @@ class AsyncEngine:
         return self._answer(asked, lambda: self._engine.prepare_all(asked))
 
     async def _answer(
-        self,
-        asked: Sequence[Request],
-        prepare: Callable[[], Mapping[str, Prepared | ServeError]],
+        self, asked: Sequence[Request], prepare: Callable[[], Found]
     ) -> AsyncGenerator[Output, None]:
         """Answer requests together; `prepare` is called in the thread that prepares prompts."""
-        loop = asyncio.get_running_loop()
+        self._loop, arrival = asyncio.get_running_loop(), time.monotonic()
         queue: asyncio.Queue[Output] = asyncio.Queue()
-        arrival = time.monotonic()
         mine = {one.id for one in asked if one.id not in self._queues}
         left = set(mine)
         for one in asked:
             if one.id in mine:
-                self._queues[one.id] = _Listener(loop, queue, None if one.stream else [])
+                self._queues[one.id] = _Listener(one, queue, None if one.stream else [])
         try:
             failed = await self._begin(mine, prepare)
             for one in asked:
-                taken = RequestError(f"request id {one.id} is in use")
-                wrong = failed.get(one.id) if one.id in mine else taken
-                if wrong is not None:
+                if one.id not in mine:
+                    yield failure(one, RequestError(f"request id {one.id} is in use"), arrival)
+                elif (wrong := failed.get(one.id)) is not None:
                     left.discard(one.id)
                     yield failure(one, wrong, arrival)
             while left:
@@ -283,10 +252,7 @@ class AsyncEngine:
                 self._call(partial(self._abandon, key))
 
     async def _begin(
-        self,
-        mine: Set[str],
-        prepare: Callable[[], Mapping[str, Prepared | ServeError]],
-        attempts: int = 3,
+        self, mine: Set[str], prepare: Callable[[], Found], attempts: int = 3
     ) -> dict[str, ServeError]:
         """Prepare requests and put them in the queue; return why some cannot be, by id.
 
@@ -300,7 +266,7 @@ class AsyncEngine:
         try:
             found = await self._in(self._preparing, prepare)
             ready = [one for key, one in found.items() if isinstance(one, Prepared) and key in mine]
-            refused = await self._await(lambda: self._engine.add_all(ready))
+            refused = await self._do(lambda: self._engine.add_all(ready))
         except ServeError as error:
             return dict.fromkeys(mine, error)
         except Exception as error:
@@ -319,9 +285,9 @@ class AsyncEngine:
 
     async def warm_up(self) -> None:
         """Capture CUDA graphs, and measure costs that are not known, after graphs that wait."""
+        engine = self._engine
 
         def start() -> None:
-            engine = self._engine
             engine.warm_up()
             if not engine.start_up.left:
                 with engine.start_up.phase("costs"):
@@ -329,10 +295,7 @@ class AsyncEngine:
             elif lacks_costs(engine):
                 self._profiler = Profiler(engine)
 
-        await self._await(start)
-
-    async def cancel(self, request_id: str) -> bool:
-        return await self._await(partial(self._engine.cancel, request_id))
+        await self._do(start)
 
     # ------------------------------------------------------------------ models
 
@@ -357,11 +320,11 @@ class AsyncEngine:
     async def _register(self, read: Callable[[], Any]) -> list[ServedModel]:
         """Read something in the thread for it, and make it nameable between two steps."""
         found = await self._in(self._loading, read)
-        names = await self._await(lambda: self._engine.registry.register(*found))
+        names = await self._do(lambda: self._engine.registry.register(*found))
         return [model for model in self.models() if model.name in names]
 
     async def unload(self, kind: str, name: str) -> None:
-        await self._await(partial(self._engine.registry.unregister, kind, name))
+        await self._do(partial(self._engine.registry.unregister, kind, name))
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
         name = f"context-{secrets.token_hex(8)}"
@@ -371,12 +334,7 @@ class AsyncEngine:
         answering = self._answer([job.prepared.request], lambda: {name: job.prepared})
         async with contextlib.aclosing(answering) as outputs:
             *_, last = [output async for output in outputs]
-
-        def write() -> None:
-            memory = job.memory(last)
-            write_context(folder, memory, job.entry(memory), wanted.adapter)
-
-        await self._in(self._loading, write)
+        await self._in(self._loading, partial(job.write, folder, last))
         return await self.load_context(wanted.name, folder)
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:

@@ -7,7 +7,7 @@ A `prefix` is made of the document's own keys and values, all of them or the mos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from valora_data.contract.contexts import (
 )
 from valora_data.errors import BundleError, DataError
 from valora_data.wording import plural
-from valora_serve.catalogue.contexts import MEMORY_FILE
+from valora_serve.catalogue.contexts import MEMORY_FILE, write_context
 from valora_serve.catalogue.store import Store
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import AdapterError, RequestError, ServeError, TooLongError
@@ -31,10 +31,6 @@ from valora_serve.model.heads import EMBEDDING, EmbeddingHead
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import PLACEHOLDER, MemoryTokens, Prompt
 from valora_serve.types import NewContext, Output, Request
-
-if TYPE_CHECKING:
-    from valora_data.contract.manifest import ContextEntry
-
 
 FIRST = 4  # tokens always kept, as every later token attends to them (StreamingLLM, 2023)
 
@@ -50,33 +46,28 @@ class Compression:
     dtype: torch.dtype  # of the memory
     encoder: tuple[str, Encoder] | None  # its name and what it has beside its adapter
 
-    def memory(self, output: Output) -> Memory:
-        """Return the memory that the request's last output holds, on the CPU; raise its error."""
+    def write(self, folder: Path, output: Output) -> None:
+        """Write the context of what the request's last output holds, or raise its error."""
+        from valora_data.contract.manifest import ContextEntry  # which needs pydantic
+
         if output.error is not None:
             raise output.error
+        name, wanted = None, self.wanted
         if self.encoder is not None:
+            name, encoder = self.encoder
             if output.head is None or output.head.logits is None:
-                raise ServeError(f"context {self.wanted.name}: the encoder gave nothing")
-            hidden = torch.from_numpy(output.head.logits)
-            found = self.encoder[1].memory(hidden).to(self.dtype)
-            return Memory(MEMORY_TOKENS, self.base, {"embeddings": found})
-        kept = keep_keys(output.kv, self.wanted.tokens or self.tokens).cpu()
-        return Memory(PREFIX, self.base, {"keys": kept[0], "values": kept[1]}, self.tokens)
-
-    def entry(self, memory: Memory) -> ContextEntry:
-        """Return what a manifest would say of the context."""
-        from valora_data.contract.manifest import ContextEntry
-
-        return ContextEntry(
-            form=memory.form,
-            file=MEMORY_FILE,
-            tokens=memory.tokens,
-            position=memory.position,
-            bytes=memory.bytes,
-            source_tokens=self.tokens,
-            source_sha256=source_hash(self.wanted.document),
-            encoder=None if self.encoder is None else self.encoder[0],
-        )
+                raise ServeError(f"context {wanted.name}: the encoder gave nothing")
+            found = encoder.memory(torch.from_numpy(output.head.logits)).to(self.dtype)
+            memory = Memory(MEMORY_TOKENS, self.base, {"embeddings": found})
+        else:
+            keys, values = keep_keys(output.kv, wanted.tokens or self.tokens).cpu()
+            memory = Memory(PREFIX, self.base, {"keys": keys, "values": values}, self.tokens)
+        entry = ContextEntry(
+            form=memory.form, file=MEMORY_FILE, tokens=memory.tokens, position=memory.position,
+            bytes=memory.bytes, source_tokens=self.tokens,
+            source_sha256=source_hash(wanted.document), encoder=name,
+        )  # fmt: skip
+        write_context(folder, memory, entry, wanted.adapter)
 
 
 def prepare_compression(
@@ -131,24 +122,21 @@ def keep_keys(kv: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _check(lmm: Lmm, wanted: NewContext) -> None:
-    if not wanted.document.strip():
-        raise RequestError(f"context {wanted.name}: the document is empty: send its text")
-    if wanted.document.startswith("%PDF-"):
-        raise RequestError(f"context {wanted.name}: the document is a PDF file: send its text")
-    if wanted.form not in (PREFIX, MEMORY_TOKENS):
-        raise RequestError(
-            f"form: expected {PREFIX} or {MEMORY_TOKENS}, got {wanted.form}: other forms are "
-            "trained (make fuse TASK=context)"
-        )
-    if wanted.form == MEMORY_TOKENS and wanted.tokens is not None:
-        raise RequestError(f"tokens: the encoder decides how many {MEMORY_TOKENS} it makes")
-    if wanted.form == PREFIX and wanted.encoder is not None:
-        raise RequestError(f"encoder: a {PREFIX} needs none: set form to {MEMORY_TOKENS}")
-    if wanted.form == PREFIX and lmm.linears.group is not None:
-        raise RequestError(
-            f"context {wanted.name}: several GPUs that share a model cannot make a {PREFIX}: set "
-            f"form to {MEMORY_TOKENS}"
-        )
+    name, form = f"context {wanted.name}", wanted.form
+    for wrong, said in (
+        (not wanted.document.strip(), f"{name}: the document is empty: send its text"),
+        (wanted.document.startswith("%PDF-"), f"{name}: the document is a PDF file: send its text"),
+        (form not in (PREFIX, MEMORY_TOKENS), f"form: expected {PREFIX} or {MEMORY_TOKENS}, got "
+         f"{form}: other forms are trained (make fuse TASK=context)"),
+        (form == MEMORY_TOKENS and wanted.tokens is not None,
+         f"tokens: the encoder decides how many {MEMORY_TOKENS} it makes"),
+        (form == PREFIX and wanted.encoder is not None,
+         f"encoder: a {PREFIX} needs none: set form to {MEMORY_TOKENS}"),
+        (form == PREFIX and lmm.linears.group is not None, f"{name}: several GPUs that share a "
+         f"model cannot make a {PREFIX}: set form to {MEMORY_TOKENS}"),
+    ):  # fmt: skip
+        if wrong:
+            raise RequestError(said)
 
 
 def _check_length(wanted: NewContext, needed: int, found: int, limit: int) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 
-from valora_data.contract.quantized import NF4
 from valora_data.contract.results import HeadResult
 from valora_kernels.operators import operator
 from valora_serve import errors
@@ -34,14 +33,7 @@ from valora_serve.engine.images import ImageEncoder
 from valora_serve.engine.preprocessing import Preprocessing
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
-from valora_serve.engine.settings import (
-    BY_MATRIX,
-    FP8,
-    LAZY,
-    NF4_PACKED,
-    UNMERGEABLE,
-    EngineSettings,
-)
+from valora_serve.engine.settings import BY_MATRIX, LAZY, UNMERGEABLE, EngineSettings
 from valora_serve.engine.tuning import make_tuning
 from valora_serve.engine.warm_up import WarmUp
 from valora_serve.engine.workers import Workers
@@ -77,11 +69,8 @@ from valora_serve.types import (
 log = logging.getLogger(__name__)
 
 SEEN = 1024  # most waiting requests that a policy sees at a time
-
 MASK_SECONDS = 0.005  # time of a step in which the masks of constraints are computed
-
-Shares = list[tuple[SequenceState, int]]
-"""Requests of a batch, and the number of tokens that are computed of each."""
+Shares = list[tuple[SequenceState, int]]  # requests of a batch, and the tokens computed of each
 
 
 @dataclass(slots=True)
@@ -132,10 +121,7 @@ class Engine:
         # Makes a context in which the end of a process of the group is told as such.
         self._explained: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if settings.tensor_parallel > 1 and group is None:
-            if lmm is not None:
-                raise errors.SettingsError(
-                    "tensor_parallel: expected no model, as each process reads its own part"
-                )
+            assert lmm is None, "each process reads its own part"
             self.workers = Workers(Engine, settings)
             group, self._explained = self.workers.group, self.workers.explained
         try:
@@ -147,18 +133,15 @@ class Engine:
             if self.workers is not None:
                 self.workers.close()
             raise
-        # The processes of a tensor-parallel group must all choose the same tilings.
-        self.tuning = (
-            make_tuning(settings, self.device, self.lmm.linears, self.runner, terms)
-            if group is None
-            else None
-        )
+        self.tuning = None
+        if group is None:  # whose processes must all choose the same tilings
+            self.tuning = make_tuning(settings, self.device, self.lmm.linears, self.runner, terms)
 
     def _open(self, lmm: Lmm | None, cost_model: CostModel | None, group: Group | None) -> None:
         settings = self.settings
         if lmm is None:
             with self.start_up.phase("base model"):
-                lmm = self._load(group)
+                lmm = sizing.load_model(settings, group)
         self.lmm, self.device = lmm, lmm.device
         sizing.limit_host_threads(self.device)
         lmm.linears.scope.operator = operator(settings.operator)
@@ -173,18 +156,13 @@ class Engine:
         # Pages, and what lies in them
         page = PageShape(settings.block_size, lmm.layers, lmm.kv_heads, lmm.head_dim)
         with self.start_up.phase("memory"):
-            pages = settings.pages or sizing.pages_that_fit(
-                settings, lmm, page, mergeable=mergeable
-            )
+            pages = settings.pages or sizing.pages_that_fit(settings, lmm, page, mergeable)
             self.memory = UnifiedMemory(
-                pages if group is None else group.minimum(pages),
-                page,
+                pages if group is None else group.minimum(pages), page,
                 [group.spec for group in lmm.linears.groups.values()],
-                slots=settings.slots,
-                max_rank=settings.max_rank,
-                dtype=lmm.dtype,
+                slots=settings.slots, max_rank=settings.max_rank, dtype=lmm.dtype,
                 device=self.device,
-            )
+            )  # fmt: skip
         lmm.linears.lora = self.memory.lora
         kept = math.ceil(settings.adapter_share * self.memory.pages)  # for adapters alone
         if self.memory.pages - kept < 2:  # one of them is for rows that fill a step up
@@ -206,39 +184,25 @@ class Engine:
         # Requests, and what they can name
         self.requests = Requests(self.blocks, self.adapters, self.prefixes, settings.max_requests)
         self.store = Store(
-            lmm.base,
-            lmm.targets,
-            width=lmm.width,
-            device=self.device,
-            quantize=lmm.quantize,
+            lmm.base, lmm.targets, width=lmm.width, device=self.device, quantize=lmm.quantize,
             config=lmm.config.get_text_config(),
-        )
+        )  # fmt: skip
         self.registry = AdapterRegistry(
-            lmm,
-            self.store,
-            self.memory,
-            self.requests,
-            self.merge_state,
-            mergeable=mergeable,
-            on_change=self._weights_changed,
-        )
-        self._preprocessing = Preprocessing(
-            settings, lmm, self.context_length, self.registry, self.requests
-        )
+            lmm, self.store, self.memory, self.requests, self.merge_state,
+            mergeable=mergeable, on_change=self._weights_changed,
+        )  # fmt: skip
+        limits = settings, lmm, self.context_length
+        self._preprocessing = Preprocessing(*limits, self.registry, self.requests)
 
         # Steps, and what decides them
         with self.start_up.phase("attention"):
+            cache = KVCache(self.memory.kv, settings.block_size, lmm.heads)
             self.runner = ModelRunner(
-                lmm,
-                KVCache(self.memory.kv, settings.block_size, lmm.heads),
-                self.adapters,
-                backend=settings.attention,
-                max_tokens=settings.max_tokens,
-                max_requests=settings.max_requests,
+                lmm, cache, self.adapters, backend=settings.attention,
+                max_tokens=settings.max_tokens, max_requests=settings.max_requests,
                 max_adapters=settings.max_adapters,
-                sizes=sizing.graph_sizes(settings, self.device),
-                left=self.start_up.left,
-            )
+                sizes=sizing.graph_sizes(settings, self.device), left=self.start_up.left,
+            )  # fmt: skip
         self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
         self._text_of = functools.cache(partial(text_and_bytes, self._preprocessing.tokenizer))
         machine = sizing.machine_of(settings, self.device, lmm.dtype)
@@ -253,29 +217,13 @@ class Engine:
             ) from error
         self._trace = DecisionTrace(self._trace_file) if self._trace_file else None
 
-    def _load(self, group: Group | None) -> Lmm:
-        settings = self.settings
-        packed = settings.quantize == NF4_PACKED
-        quantize = NF4 if packed or settings.quantize == NF4 else None
-        device = group.device if group else sizing.find_device(settings)
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
-        dtype = dtype if settings.dtype == "auto" else settings.dtype
-        return Lmm.load(
-            settings.base, getattr(torch, dtype), device, quantize,
-            fp8=settings.quantize == FP8, packed=packed, group=group,
-            lora=settings.lora_parallel,
-        )  # fmt: skip
-
     # ------------------------------------------------------------------ before requests come
 
     def load(
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> list[str]:
         """Load a bundle, or a PEFT adapter under a name; return what requests can name."""
-        with self.start_up.phase("adapters"):
-            return self.registry.register(
-                *self.registry.read(folder, name, decode_only=decode_only)
-            )
+        return self.registry.register(*self.registry.read(folder, name, decode_only=decode_only))
 
     def interrupt_start(self) -> None:
         """End `warm_up` after what it prepares now; may be called from any thread."""
@@ -413,33 +361,26 @@ class Engine:
     def step(self) -> list[Output]:
         """Launch the next step and read the one before; return the outputs, in order."""
         with self._explained():
-            return self._step()
-
-    def _step(self) -> list[Output]:
-        self.start_up.prepare_missed(self.runner)
-        now = time.monotonic()
-        for key, wrong in self.adapters.poll().items():
-            self._fail_adapter(key, wrong)
-        starved = now - self.settings.policy_settings.patience
-        for key, wrong in self.requests.load_prefixes(starved).items():
-            for sequence in self.requests.all():
-                if sequence.prefix == key:
-                    self._fail(sequence, wrong)
-        for late in self.requests.overdue(now):
-            error = errors.DeadlineError(
-                f"request {late.id} missed its deadline: allow it more time"
-            )
-            self._fail(late, error)
-        decision = self._decide(now)
-        flight = self._launch(decision) if decision is not None else None
-        if self._flight is not None:
-            self._collect(self._flight)
-            self._idle = False
-        if flight is not None and not self._overlap:
-            self._collect(flight)
-            flight = None
-        self._flight = flight
-        return self._take()
+            self.start_up.prepare_missed(self.runner)
+            now = time.monotonic()
+            for key, wrong in self.adapters.poll().items():
+                self._fail_users(key, wrong)
+            starved = now - self.settings.policy_settings.patience
+            for key, wrong in self.requests.load_prefixes(starved).items():
+                self._fail_users(key, wrong)
+            for late in self.requests.overdue(now):
+                said = f"request {late.id} missed its deadline: allow it more time"
+                self._fail(late, errors.DeadlineError(said))
+            decision = self._decide(now)
+            flight = self._launch(decision) if decision is not None else None
+            if self._flight is not None:
+                self._collect(self._flight)
+                self._idle = False
+            if flight is not None and not self._overlap:
+                self._collect(flight)
+                flight = None
+            self._flight = flight
+            return self._take()
 
     def _take(self) -> list[Output]:
         outputs, self._outputs = self._outputs, []
@@ -457,29 +398,24 @@ class Engine:
         if view is None:
             self._idle = True
             if self.requests.waiting and not self.prefixes.loading:
-                self._release_merged()  # a prefix may need its pages
+                self.merge_state.unmerge()  # a prefix may need its pages
             return None
         decision = self.policy.decide(view)
         if self._trace is not None:
             self._trace.write(view, decision)
         for request_id, reason in decision.abort:
-            self.cancel(
-                request_id, errors.OverloadedError(f"request {request_id} was given up: {reason}")
-            )
+            said = f"request {request_id} was given up: {reason}"
+            self.cancel(request_id, errors.OverloadedError(said))
         if decision.preempt:
             self._preempt(decision.preempt)
         merged = decision.merged if decision.merged in self.adapters.resident else None
         switched = self.merge_state.switch(decision.mode, merged)
         if not switched and merged is not None and merged in self.adapters.quarantined:
-            self._fail_adapter(merged, self.registry.quarantined(merged))
+            self._fail_users(merged, self.registry.quarantined(merged))
         self._idle = not decision.batch
         if self._idle and not view.running and not self.adapters.loading:
-            self._release_merged()
+            self.merge_state.unmerge()  # so that others have room
         return decision
-
-    def _release_merged(self) -> None:
-        """Unmerge the adapter, which is pinned while it is merged, so that others have room."""
-        self.merge_state.switch(Mode.UNMERGED, None)
 
     def _view(self, now: float) -> View | None:
         """Return what the policy sees of the engine; None if no request can be computed."""
@@ -514,23 +450,13 @@ class Engine:
                     sequence.view.adapter_pages = sum(map(self.adapters.pages, lacking))
         arrived, self._arrived = self._arrived, []
         free = self.pool.free + (self.adapters.budget.idle_pages if self._unified else 0)
+        limits = StepLimits(
+            max_requests=settings.max_requests - held, max_tokens=settings.max_tokens,
+            free_pages=free, max_adapters=settings.max_adapters, chunk=settings.chunk,
+        )  # fmt: skip
+        mode, merged = self.merge_state.mode, self.merge_state.adapter
         return View(
-            now=now,
-            running=running,
-            waiting=waiting,
-            mode=self.merge_state.mode,
-            merged=self.merge_state.adapter,
-            resident=resident,
-            loading=loading,
-            limits=StepLimits(
-                max_requests=settings.max_requests - held,
-                max_tokens=settings.max_tokens,
-                free_pages=free,
-                max_adapters=settings.max_adapters,
-                chunk=settings.chunk,
-            ),
-            arrived=arrived,
-            switchable=mergeable,
+            now, running, waiting, mode, merged, resident, loading, limits, mergeable, arrived
         )
 
     def _schedulable(self, sequence: SequenceState) -> bool:
@@ -548,8 +474,7 @@ class Engine:
             self._collect(self._flight)
             self._flight = None
         for request_id in ids:
-            sequence = self.requests.running.get(request_id)
-            if sequence is not None:
+            if (sequence := self.requests.running.get(request_id)) is not None:
                 self.requests.preempt(sequence)
 
     # ------------------------------------------------------------------ it is launched
@@ -569,8 +494,7 @@ class Engine:
         for (sequence, count), work, hidden in zip(shares, works, result.hidden, strict=True):
             if work.targets and sequence.scores is not None:
                 sequence.scores.append(next(prompts))
-            if sequence.started is None:
-                sequence.started = now
+            sequence.started = sequence.started or now
             if sequence.computed < sequence.prompt_tokens:
                 self.prompt_tokens += count
             sequence.computed += count
@@ -594,18 +518,16 @@ class Engine:
                 sequence.memory = None
                 if sequence.head is not None:
                     answering += self._with_riders(sequence)
-        inputs = [one.head_request() for one in answering]
-        heads = launch_heads(inputs) if inputs else None
+        heads = launch_heads([one.head_request() for one in answering]) if answering else None
         for sequence in answering:  # its keys and values are not needed any more
             if sequence.request.keep_kv:
                 table = self.blocks.table(sequence.id)
                 sequence.kv = self.memory.read_tokens(table, sequence.prompt_tokens)
             self.requests.release(sequence)
-        state = self.merge_state
-        return Flight(choosing, result, answering, heads, state.mode, state.adapter)
+        state = self.merge_state.mode, self.merge_state.adapter
+        return Flight(choosing, result, answering, heads, *state)
 
     def _with_riders(self, sequence: SequenceState) -> list[SequenceState]:
-        """Return the requests whose heads read the hidden states of a pass that is computed."""
         riders, sequence.riders = sequence.riders, []
         self.shared_passes += len(riders)
         sequence.hidden = [torch.cat(sequence.hidden)]
@@ -647,9 +569,8 @@ class Engine:
             for key in held:
                 adapters.pin(key)
             failed: dict[str, errors.ServeError] = {}
-            for key in keys:
-                if key not in adapters:
-                    continue  # unloaded, and the last request that waited for it has ended
+            # Others are unloaded, and the last request that waited for them has ended.
+            for key in (key for key in keys if key in adapters):
                 try:
                     adapters.load(key, urgent=number == 0)
                 except errors.ServeError as error:
@@ -657,7 +578,7 @@ class Engine:
             for key in held:
                 adapters.unpin(key)
             for key, wrong in failed.items():
-                self._fail_adapter(key, wrong)
+                self._fail_users(key, wrong)
 
     def _works(self, shares: Shares) -> tuple[Shares, list[Work]]:
         """Return the shares with their works; requests whose constraint fails are ended."""
@@ -672,10 +593,9 @@ class Engine:
                     continue
             try:
                 works.append(sequence.work(count, table(sequence.id), adapters, lmm))
+                kept.append((sequence, count))
             except Exception as error:  # noqa: BLE001 - its own request gets it
                 self._fail(sequence, _as_serve_error(sequence.id, error))
-            else:
-                kept.append((sequence, count))
         return kept, works
 
     # ------------------------------------------------------------------ it is answered
@@ -737,14 +657,11 @@ class Engine:
         mode: Mode,
     ) -> None:
         """Add a token to a request's answer, and end the request if that was the last one."""
-        if sequence.first_token is None:
-            sequence.first_token = time.monotonic()
+        sequence.first_token = sequence.first_token or time.monotonic()
         params = sequence.request.sampling
         sequence.ids.append(token)
         self.generated_tokens += 1
-        free: bool | None = True
-        if params.constraint is not None:
-            free = params.constraint.advance(token)
+        free = True if params.constraint is None else params.constraint.advance(token)
         prompt = sequence.prompt_logprobs()
         length = len(sequence.ids)
         count = length - sequence.prompt_tokens
@@ -796,9 +713,10 @@ class Engine:
     def _fail(self, sequence: SequenceState, error: errors.ServeError) -> None:
         self._end(sequence, Finish.ERROR, error=error)
 
-    def _fail_adapter(self, key: str, error: errors.ServeError) -> None:
+    def _fail_users(self, key: str, error: errors.ServeError) -> None:
+        """End the requests that run on an adapter or a prefix."""
         for sequence in self.requests.all():
-            if key in sequence.adapters:
+            if key in sequence.adapters or key == sequence.prefix:
                 self._fail(sequence, error)
 
     def _end(self, sequence: SequenceState, finish: Finish, **parts: Any) -> None:
@@ -810,17 +728,10 @@ class Engine:
         self.finished[str(finish)] += 1
         image = sum(len(item.at) for item in sequence.prompt.visuals)
         completion = len(sequence.ids) - sequence.prompt_tokens
-        self._outputs.append(
-            Output(
-                sequence.id,
-                finish=finish,
-                usage=Usage(sequence.prompt_tokens, completion, image, sequence.cached),
-                times=Times(
-                    sequence.view.arrival, sequence.started, sequence.first_token, time.monotonic()
-                ),
-                **parts,
-            )
-        )
+        usage = Usage(sequence.prompt_tokens, completion, image, sequence.cached)
+        begun = sequence.view.arrival, sequence.started, sequence.first_token
+        times = Times(*begun, time.monotonic())
+        self._outputs.append(Output(sequence.id, finish=finish, usage=usage, times=times, **parts))
 
     # ------------------------------------------------------------------ state
 
@@ -878,11 +789,11 @@ class Engine:
             self.workers.close()
         self.adapters.close()
         self.prefixes.close()
-        if self._trace_file is not None:
-            try:
+        try:
+            if self._trace_file is not None:
                 self._trace_file.close()
-            except OSError as error:  # its last lines do not fit on the disk
-                log.warning("the end of the decision trace is lost: %s", error)
+        except OSError as error:  # its last lines do not fit on the disk
+            log.warning("the end of the decision trace is lost: %s", error)
 
 
 def _as_serve_error(request_id: str, error: Exception) -> errors.ServeError:

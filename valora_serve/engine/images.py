@@ -10,7 +10,7 @@ from valora_kernels.metadata import NONE
 from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import ImageError, StoppedError
 from valora_serve.memory.adapter_memory import AdapterMemory
-from valora_serve.model.prompt import MemoryTokens, Visual, VisualFeatures
+from valora_serve.model.prompt import MemoryTokens, VisualFeatures
 from valora_serve.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,12 @@ class ImageEncoder:
                 sequence.memory = sequence.memory or self._memory(memory)
             for number, visual in enumerate(sequence.prompt.visuals):
                 reached = sequence.computed <= visual.at[-1] and visual.at[0] < end
-                if number in sequence.features or not reached or self._found(sequence, number):
+                if number in sequence.features or not reached:
+                    continue
+                self.queries += 1
+                if (features := self._cached(_key(sequence, number))) is not None:
+                    self.hits += 1
+                    sequence.features[number] = features
                     continue
                 pixels = next(iter(visual.tensors.values()))
                 ragged = len(visual.tensors) > 1  # patches; images of all sizes fit in one batch
@@ -46,15 +51,6 @@ class ImageEncoder:
         for members in groups.values():
             self._encode_group(members, broken)
         return list(broken.values())
-
-    def _found(self, sequence: SequenceState, number: int) -> bool:
-        self.queries += 1
-        features = self._cached(_key(sequence, number))
-        if features is None:
-            return False
-        self.hits += 1
-        sequence.features[number] = features
-        return True
 
     def _memory(self, memory: MemoryTokens) -> VisualFeatures:
         key = b"memory|" + memory.key
@@ -102,9 +98,7 @@ class ImageEncoder:
             self._adapters.slot(next(iter(sequence.adapters))) if sequence.vision else NONE
             for sequence, _ in distinct.values()
         ]
-        visuals: list[Visual] = [
-            sequence.prompt.visuals[number] for sequence, number in distinct.values()
-        ]
+        visuals = [sequence.prompt.visuals[number] for sequence, number in distinct.values()]
         found = dict(zip(distinct, self._runner.encode(visuals, slots), strict=True))
         self.encoded += len(found)
         for key, features in found.items():
@@ -113,14 +107,12 @@ class ImageEncoder:
             sequence.features[number] = found[_key(sequence, number)]
 
     def _keep(self, key: bytes, features: VisualFeatures) -> None:
-        size = features.bytes
-        if size > self._max_bytes:
+        if features.bytes > self._max_bytes:
             return
-        features = features.alone()
         if (old := self._kept.pop(key, None)) is not None:
             self.held_bytes -= old.bytes
-        self._kept[key] = features
-        self.held_bytes += size
+        self._kept[key] = features.alone()
+        self.held_bytes += features.bytes
         while self.held_bytes > self._max_bytes:
             _, old = self._kept.popitem(last=False)
             self.held_bytes -= old.bytes

@@ -128,13 +128,7 @@ class Preprocessing:
         tenant = b"" if salt is None else hashlib.sha256(b"tenant|" + salt.encode()).digest()
         memory = b"" if context is None or prefix is None else bytes.fromhex(context.content)
         return SequenceState(
-            request=request,
-            prompt=prompt,
-            adapters=adapters,
-            head=head,
-            view=view,
-            ids=ids,
-            prompt_tokens=len(ids),
+            request, prompt, adapters, head, view, ids, len(ids),
             salt=target.salt,
             spans=spans if prompt.memory is None else [prompt.memory.span, *spans],
             vision=vision,
@@ -148,7 +142,7 @@ class Preprocessing:
             counts=TokenCounts(prompt.words) if sampling.penalised else None,
             bias=bias_arrays(sampling),
             scores=None if head or sampling.prompt_logprobs is None else [],
-        )
+        )  # fmt: skip
 
     def _check_sampling(self, sampling: SamplingParams, context: Context | None) -> None:
         if sampling.prompt_logprobs is not None and context is not None:

@@ -22,33 +22,23 @@ from valora_serve.types import Mode, SamplingParams
 
 log = logging.getLogger(__name__)
 
-DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)
-CONTEXTS = (32, 512)
-PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""Decoding requests of a measured step, their tokens in the KV cache, and prompt tokens of one."""
-
+DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)  # decoding requests of a measured step
+CONTEXTS = (32, 512)  # their tokens in the KV cache
+PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt tokens of one
+# The same for a CPU, where a start should not wait for more.
 FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS = (1, 8, 32), (32,), (64, 256)
-"""The same for a CPU, where a start should not wait for more."""
-
-ADAPTERS, LOAD_WAIT = 16, 5.0
-"""Most adapters to load for the measurement, and most seconds to wait for each."""
-
-MERGED_ADAPTERS, REPEATS = 3, 5
-"""Most adapters whose merging is measured, and merges of each that are timed."""
+ADAPTERS, LOAD_WAIT = 16, 5.0  # most adapters to load, and most seconds to wait for each
+MERGED_ADAPTERS, REPEATS = 3, 5  # most adapters whose merging is timed, and merges of each
+SECONDS = 60.0  # most to spend on steps; the model is fitted to what was measured until then
 
 Step = tuple[StepShape, list[Work], str | None]
 """A step to measure: its shape, its works, and the key of the adapter merged into the weights."""
 
-SECONDS = 60.0
-"""Most seconds to spend on steps; the cost model is fitted to what was measured until then."""
-
 
 def ensure_costs(engine: Engine) -> None:
     """Measure and save the costs of this machine, unless settings or requests forbid it."""
-    if lacks_costs(engine) and not engine.busy:
-        costs = measure(engine)
-        if costs is not None:
-            adopt(engine, costs)
+    if lacks_costs(engine) and not engine.busy and (costs := measure(engine)) is not None:
+        adopt(engine, costs)
 
 
 def lacks_costs(engine: Engine) -> bool:
@@ -86,14 +76,13 @@ class Profiler:
     def __init__(self, engine: Engine, seconds: float = SECONDS) -> None:
         self.found: CostModel | None = None
         self.failed = False
-        self._engine, self._seconds = engine, seconds
-        self._spent = 0.0
+        self._engine, self._seconds, self._spent = engine, seconds, 0.0
         self._points: dict[StepShape, float] = {}
         self._loads: list[tuple[int, float]] = []
         self._work: Iterator[CostModel | None] | None = None
 
     def go_on(self) -> None:
-        """Measure one thing more; the idle engine keeps pages for it until `pause`."""
+        """Measure one thing more; an adapter may be merged afterwards, until `pause`."""
         engine, start = self._engine, time.monotonic()
         assert not engine.busy
         self._work = self._work or self._measure()
@@ -111,9 +100,8 @@ class Profiler:
             self.pause()
 
     def pause(self) -> None:
-        """Leave the engine to others; weights are pristine and no page is held afterwards."""
+        """Leave the engine to others; the weights are pristine afterwards."""
         if self._work is not None:
-            self._work.close()  # type: ignore[attr-defined]
             self._work = None
             _merge(self._engine, None)
 
@@ -124,9 +112,8 @@ class Profiler:
         yield None
         captured, uncaptured = engine.runner.captured_prompts, 0.0
         if captured and captured[-1] < engine.settings.max_tokens:
-            for _, works, merged in _uncaptured(engine, captured[-1]):
-                _merge(engine, merged)
-                uncaptured = _time(engine, works)
+            if (step := _uncaptured(engine, captured[-1])) is not None:
+                uncaptured = _time(engine, step[1])
             yield None
         for shape, works, merged in _steps(engine):
             if self._spent > self._seconds:
@@ -186,7 +173,6 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
 
 
 def _steps(engine: Engine) -> Iterator[Step]:
-    """Yield the steps to measure."""
     limit = min(len(engine.adapters.resident), engine.settings.max_adapters)
     mixes: list[tuple[Mode, str | None, int]] = [(Mode.UNMERGED, None, 0)]
     if limit:
@@ -195,63 +181,67 @@ def _steps(engine: Engine) -> Iterator[Step]:
             mixes.append((Mode.MIXTURE, mergeable[0], limit))
     settings, cuda = engine.settings, engine.device.type == "cuda"
     max_rows = min(settings.max_requests, settings.max_tokens)
-    for mode, merged, distinct in mixes:
-        for context in CONTEXTS if cuda else FEW_CONTEXTS:
-            for rows in DECODE_ROWS if cuda else FEW_ROWS:
-                if rows <= max_rows and context + 1 < engine.context_length:
-                    yield from _shape(engine, mode, merged, distinct, [(context, 1)] * rows)
-        for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
-            if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
-                yield from _shape(engine, mode, merged, distinct, [(0, tokens)])
-                if tokens > 64:  # prompts are computed beside decoding requests
-                    few = min(8, settings.max_requests - 1)
-                    mixed = [(0, tokens - few), *[(256, 1)] * few]
-                    yield from _shape(engine, mode, merged, distinct, mixed)
+    batches = [
+        [(context, 1)] * rows
+        for context in (CONTEXTS if cuda else FEW_CONTEXTS)
+        for rows in (DECODE_ROWS if cuda else FEW_ROWS)
+        if rows <= max_rows and context + 1 < engine.context_length
+    ]
+    for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
+        if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
+            batches.append([(0, tokens)])
+            if tokens > 64:  # prompts are computed beside decoding requests
+                few = min(8, settings.max_requests - 1)
+                batches.append([(0, tokens - few), *[(256, 1)] * few])
+    for mix in mixes:
+        for rows in batches:
+            if (step := make_step(engine, *mix, rows)) is not None:
+                yield step
 
 
-def _uncaptured(engine: Engine, captured: int) -> Iterator[Step]:
-    """Yield the smallest step that no graph holds: a few prompts beside many decoding requests."""
+def _uncaptured(engine: Engine, captured: int) -> Step | None:
+    """Return the smallest step that no graph holds: few prompts beside many decoding requests."""
     few = min(4, engine.settings.max_requests)
     rows = [(CONTEXTS[0], 1)] * min(64, engine.settings.max_requests - few, captured // 2)
     each, more = divmod(captured + 1 - len(rows), few)
-    prompts = [(0, each + (number < more)) for number in range(few)]
-    if all(context + tokens < engine.context_length for context, tokens in (*prompts, *rows)):
-        distinct = min(len(engine.adapters.resident), engine.settings.max_adapters)
-        yield from _shape(engine, Mode.UNMERGED, None, distinct, [*prompts, *rows])
+    rows = [*((0, each + (number < more)) for number in range(few)), *rows]
+    if any(context + tokens >= engine.context_length for context, tokens in rows):
+        return None
+    distinct = min(len(engine.adapters.resident), engine.settings.max_adapters)
+    return make_step(engine, Mode.UNMERGED, None, distinct, rows)
 
 
-def _shape(
+def make_step(
     engine: Engine, mode: Mode, merged: str | None, distinct: int, rows: list[tuple[int, int]]
-) -> Iterator[Step]:
-    """Yield one step of rows (tokens in the KV cache, tokens to compute), if pages suffice."""
-    adapters = engine.adapters
+) -> Step | None:
+    """Return a step of rows (tokens in the KV cache, tokens to compute), None if pages lack.
+
+    Its pages are free, and nobody else takes them while the engine is idle.
+    """
+    adapters, size = engine.adapters, engine.settings.block_size
     resident = sorted(adapters.resident)[:distinct]
-    size = engine.settings.block_size
     needed = sum(-(-(context + tokens) // size) for context, tokens in rows)
     pages = engine.pool.take(needed, Owner.KV) if needed <= engine.pool.free else None
     if pages is None:
-        return
-    try:
-        choice = TokenChoice(SamplingParams(max_tokens=1))
-        works, batch = [], []
-        rest = iter(pages)
-        for number, (context, tokens) in enumerate(rows):
-            key = resident[number % distinct] if distinct else None
-            slot = NONE if key is None else adapters.slot(key)
-            rank = 0 if key is None else int(adapters.ranks[slot])
-            table = [next(rest) for _ in range(-(-(context + tokens) // size))]
-            decoding = tokens == 1
-            ids = None if decoding else [3 + token % 1000 for token in range(tokens)]
-            works.append(Work(number, context, tokens, ids, table, slot, choice=choice))
-            view = RequestView(
-                str(number), key, rank, 0.0, 0 if decoding else tokens, kv_tokens=context
-            )
-            batch.append((view, tokens))
-        ranks = {key: int(adapters.ranks[adapters.slot(key)]) for key in resident}
-        yield step_shape(mode, merged, batch, ranks), works, merged
-    finally:
-        for page in pages:
-            engine.pool.give(page)
+        return None
+    for page in pages:
+        engine.pool.give(page)
+    choice = TokenChoice(SamplingParams(max_tokens=1))
+    works, batch = [], []
+    rest = iter(pages)
+    for number, (context, tokens) in enumerate(rows):
+        key = resident[number % distinct] if distinct else None
+        slot = NONE if key is None else adapters.slot(key)
+        rank = 0 if key is None else int(adapters.ranks[slot])
+        table = [next(rest) for _ in range(-(-(context + tokens) // size))]
+        decoding = tokens == 1
+        ids = None if decoding else [3 + token % 1000 for token in range(tokens)]
+        works.append(Work(number, context, tokens, ids, table, slot, choice=choice))
+        left = 0 if decoding else tokens
+        view = RequestView(str(number), key, rank, 0.0, left, kv_tokens=context)
+        batch.append((view, tokens))
+    ranks = {key: int(adapters.ranks[adapters.slot(key)]) for key in resident}
+    return step_shape(mode, merged, batch, ranks), works, merged
 
 
 def _time(engine: Engine, works: list[Work]) -> float:

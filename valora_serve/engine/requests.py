@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -15,7 +14,6 @@ from valora_serve.memory.block_manager import BlockManager
 from valora_serve.orchestrator.decision import RequestView
 
 LOOK_AHEAD: Final = 256  # waiting requests whose prefixes are loaded before it is their turn
-
 PREFETCHES: Final = 32  # most prefixes that are loaded at a time
 
 
@@ -45,7 +43,7 @@ class Requests:
         adapters.wanted, prefixes.wanted = self.wanted, self.wanted_prefixes
         self.free_slots = deque(range(max_requests))  # in the batch
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
-        self._deadlines: list[tuple[float, str]] = []
+        self._deadlines: dict[SequenceState, float] = {}
         self._starved = False  # a request waits too long for room for its prefix
 
     def queue(self) -> list[RequestView]:
@@ -58,16 +56,15 @@ class Requests:
         views = [
             sequence.view
             for sequence in self.waiting.values()
-            if not sequence.early and (sequence.prefix is None or self._sees(sequence))
+            if not sequence.early
+            and (sequence.prefix is None or self._sees(sequence, sequence.prefix))
         ]
         # Preempted requests stand before others that may be older.
-        views.sort(key=attrgetter("arrival"))
-        return views
+        return sorted(views, key=attrgetter("arrival"))
 
-    def _sees(self, sequence: SequenceState) -> bool:
+    def _sees(self, sequence: SequenceState, key: str) -> bool:
         """Update the pages that a request with a prefix needs; False if that is not there."""
-        key = sequence.prefix
-        if key is None or key not in self.prefixes.resident:
+        if key not in self.prefixes.resident:
             return False
         pages = self.own_pages(sequence, len(sequence.ids) + 1)
         if not self.prefixes.pinned(key):  # admitting the request takes them from those that count
@@ -104,8 +101,8 @@ class Requests:
 
     def find(self, request_id: str) -> SequenceState | None:
         """Return an unfinished request, None if there is none of this id."""
-        found = self.waiting.get(request_id) or self.running.get(request_id)
-        return found or self.riding.get(request_id)
+        held = self.waiting.get(request_id) or self.running.get(request_id)
+        return held or self.riding.get(request_id)
 
     def all(self) -> list[SequenceState]:
         """Return all unfinished requests."""
@@ -123,19 +120,11 @@ class Requests:
         if label is not None and label not in sequence.adapters:
             self.mixes.setdefault(label, {})[sequence.id] = sequence
         if sequence.view.deadline is not None:
-            heapq.heappush(self._deadlines, (sequence.view.deadline, sequence.id))
-            unfinished = len(self.waiting) + len(self.running) + len(self.riding)
-            if len(self._deadlines) > 2 * unfinished + 64:  # most have ended long before theirs
-                self._deadlines = [(at, key) for at, key in self._deadlines if self.find(key)]
-                heapq.heapify(self._deadlines)
+            self._deadlines[sequence] = sequence.view.deadline
 
-    def overdue(self, now: float) -> Iterator[SequenceState]:
-        """Return the unfinished requests whose deadline has passed by now, each once."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, request_id = heapq.heappop(self._deadlines)
-            late = self.find(request_id)
-            if late is not None and late.view.deadline == deadline:  # not another of the same id
-                yield late
+    def overdue(self, now: float) -> list[SequenceState]:
+        """Return the unfinished requests whose deadline has passed by now."""
+        return [sequence for sequence, deadline in self._deadlines.items() if deadline <= now]
 
     def admit(self, sequence: SequenceState) -> bool:
         """Give a waiting request its slot, pages, adapter and prefix; False if one is missing."""
@@ -159,15 +148,9 @@ class Requests:
         held = () if prefix is None else self.prefixes.held(prefix)
         full, rest = divmod(given, blocks.block_size)
         cached = blocks.open(
-            sequence.id,
-            sequence.ids,
-            sequence.salt,
-            sequence.spans,
-            limit,
-            since=sequence.own_from,
-            shared=held[:full],
-            root=sequence.root,
-        )
+            sequence.id, sequence.ids, sequence.salt, sequence.spans, limit,
+            since=sequence.own_from, shared=held[:full], root=sequence.root,
+        )  # fmt: skip
         if not blocks.reserve(sequence.id, len(sequence.ids) + (head is None)):
             blocks.close(sequence.id)
             self._pin(sequence, release=True)
@@ -227,6 +210,7 @@ class Requests:
         """Take a finished request out and release what it holds; one that it carries goes on."""
         self.waiting.pop(sequence.id, None)
         self.riding.pop(sequence.id, None)
+        self._deadlines.pop(sequence, None)
         if sequence.carrier is not None:
             sequence.carrier.riders.remove(sequence)
         if sequence.riders:
@@ -237,18 +221,14 @@ class Requests:
             self.waiting[first.id] = self.riding.pop(first.id)
         if self.running.pop(sequence.id, None) is not None:
             self.release(sequence)
-        for key in sequence.adapters:
-            _discount(self.wanted, key)
         label = sequence.view.adapter
         if label in self.mixes:
             self.mixes[label].pop(sequence.id, None)
             if not self.mixes[label]:
                 del self.mixes[label]
-        if sequence.prefix is not None:
-            _discount(self.wanted_prefixes, sequence.prefix)
-
-
-def _discount(counts: Counter[str], key: str) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+        prefixes = () if sequence.prefix is None else (sequence.prefix,)
+        for counts, keys in ((self.wanted, sequence.adapters), (self.wanted_prefixes, prefixes)):
+            for key in keys:
+                counts[key] -= 1
+                if not counts[key]:
+                    del counts[key]

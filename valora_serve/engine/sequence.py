@@ -102,19 +102,16 @@ class SequenceState:
         start, prompt = self.computed, self.prompt
         end = start + count
         terms = [(adapters.slot(key), weight) for key, weight in self.adapters.items()]
+        assert self.slot is not None
         work = Work(
-            slot=self.slot if self.slot is not None else 0,
-            start=start,
-            count=count,
-            tokens=None,
+            self.slot, start, count,
+            tokens=None if self.chosen and count == 1 else self.ids[start:end],
             table=table,
             adapter=terms[0][0] if terms else NONE,
             weighted=() if self.view.adapter in self.adapters else terms,
             plain=min(max(self.own_from - start, 0), count),
             delta=prompt.delta,
-        )
-        if not (self.chosen and count == 1):
-            work.tokens = self.ids[start:end]
+        )  # fmt: skip
         if start < self.prompt_tokens:
             if prompt.positions is not None:
                 work.positions = self._positions(start, end)
@@ -164,7 +161,7 @@ class SequenceState:
     def _visuals(
         self, start: int, end: int
     ) -> list[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]]:
-        """Images and memory tokens from `start` to `end`: own rows, features, and their rows."""
+        """Images and memory tokens from `start` to `end`, see `Work.visuals`."""
         parts = [(self.features.get(n), one.at) for n, one in enumerate(self.prompt.visuals)]
         if self.prompt.memory is not None:
             parts.append((self.memory, self.prompt.memory.at))
@@ -182,22 +179,11 @@ class SequenceState:
             return None
         scores, self.scores = self.scores, None
         count = self.request.sampling.prompt_logprobs or 0
-        size = self.prompt_tokens - 1
-        found = PromptLogprobs(
-            np.array(self.ids[: size + 1], np.int64),
-            np.empty(size, np.float32),
-            np.empty((size, count), np.int64),
-            np.empty((size, count), np.float32),
-        )
-        at = 0
-        for part in scores:
-            rows = slice(at, at + len(part.chosen))
-            found.logprobs[rows] = part.chosen.cpu().numpy()
-            found.top_ids[rows] = part.tokens[:, :count].cpu().numpy()
-            found.top_logprobs[rows] = part.values[:, :count].cpu().numpy()
-            at = rows.stop
-        assert at == size
-        return found
+        none = torch.zeros(0), torch.zeros((0, count), dtype=torch.int64), torch.zeros((0, count))
+        parts = [(one.chosen, one.tokens[:, :count], one.values[:, :count]) for one in scores]
+        found = (torch.cat([part.cpu() for part in own]) for own in zip(none, *parts, strict=True))
+        ids = np.array(self.ids[: self.prompt_tokens], np.int64)
+        return PromptLogprobs(ids, *(one.numpy() for one in found))
 
     def follow(self, others: Sequence[SequenceState]) -> None:
         """Ride on the pass of another request about the same images, or wait for its prefix."""
@@ -240,7 +226,7 @@ class SequenceState:
         return False
 
     def _kept(self, start: int, end: int) -> NDArray[np.int64]:
-        """Return which of the tokens `start` to `end` the head reads, counted from `start`."""
+        """Return which of the tokens `start` to `end` the head reads, see `Work.keep`."""
         assert self.head is not None
         if not self.head.reads_visual:
             first = max(self.prompt_tokens - self.head.last_tokens, start)

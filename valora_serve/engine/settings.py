@@ -16,8 +16,6 @@ QUANTIZATIONS = ("auto", "none", NF4, NF4_PACKED, FP8)
 UNMERGEABLE = (NF4_PACKED, FP8)  # ways to store weights, into which no adapter is merged
 LAZY, EAGER = CAPTURES = ("lazy", "eager")
 SWIFT, BY_MATRIX = SWITCHES = ("swift", "by_matrix")
-
-
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MAX_RANK = 1024  # largest rank that room may be kept for: buffers grow with it
 SHARED = ("none", "key", "adapter")  # what shares of the machine can be kept for
@@ -137,8 +135,7 @@ class EngineSettings:
             "host_bytes": 0, "image_cache_bytes": 0,
         }  # fmt: skip
         for name, low in lowest.items():
-            value = getattr(self, name)
-            if value is not None and value < low:
+            if (value := getattr(self, name)) is not None and value < low:
                 raise ValueError(f"{name}: expected at least {low}, got {value}")
         if self.max_rank > MAX_RANK:
             raise ValueError(f"max_rank: expected at most {MAX_RANK}, got {self.max_rank}")
@@ -147,10 +144,8 @@ class EngineSettings:
             "lora_parallel": LORA_PARALLEL, "share_by": SHARED, "switch": SWITCHES,
         }  # fmt: skip
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)}"
-                )
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value}")
         if not 0 < self.memory <= 1:
             raise ValueError(f"memory: expected a share in (0, 1], got {self.memory}")
         if not 0 <= self.adapter_share < 1:

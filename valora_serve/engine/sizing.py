@@ -11,14 +11,16 @@ from pathlib import Path
 
 import torch
 
+from valora_data.contract.quantized import NF4
 from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
-from valora_serve.engine.settings import EngineSettings, cache_folder
+from valora_serve.engine.settings import FP8, NF4_PACKED, EngineSettings, cache_folder
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.memory.unified import PageShape
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.work import DECODE, PROMPT, VISION
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES
+from valora_serve.parallel.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -28,16 +30,11 @@ IMAGE_COUNTS = (1, 2, 4, 8, 16)
 """Numbers of decoding rows, and of images, that CUDA graphs are captured for."""
 
 CPU_BYTES = 512 << 20  # size of the unified memory on a CPU, in bytes
-
+# Bytes of a step for each row and element of its width: 15 tensors, and graphs as many again.
 ACTIVATIONS = 64
-"""Bytes of a step for each row and element of its width: 15 tensors, and graphs as many again."""
-
 LOGITS = 32  # bytes of sampling for each row and token of the vocabulary: logits in 32 bits, sorted
-
 GRAPHS = 1 << 30  # bytes for what CUDA graphs and the attention library take whatever the model
-
 MIN_PAGES = 16  # fewest pages on a GPU that an engine starts with
-
 HOST_THREADS = 6  # most threads of torch's operators on the host where a GPU computes the steps
 
 
@@ -63,6 +60,19 @@ def find_device(settings: EngineSettings, rank: int = 0) -> torch.device:
             "`valora-serve --check` looks at the GPUs"
         ) from error
     return found.device
+
+
+def load_model(settings: EngineSettings, group: Group | None) -> Lmm:
+    """Load the base model of the settings, or the part of it that a process of a group has."""
+    packed = settings.quantize == NF4_PACKED
+    quantize = NF4 if packed or settings.quantize == NF4 else None
+    device = group.device if group else find_device(settings)
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = dtype if settings.dtype == "auto" else settings.dtype
+    return Lmm.load(
+        settings.base, getattr(torch, dtype), device, quantize,
+        fp8=settings.quantize == FP8, packed=packed, group=group, lora=settings.lora_parallel,
+    )  # fmt: skip
 
 
 def limit_host_threads(device: torch.device) -> None:
@@ -125,7 +135,7 @@ def beside_weights(settings: EngineSettings, width: int, vocabulary: int) -> int
     return step + settings.max_requests * vocabulary * LOGITS + GRAPHS
 
 
-def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, *, mergeable: bool) -> int:
+def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, mergeable: bool) -> int:
     """Pages that fit beside the model and, if `mergeable`, its pristine weights."""
     item = torch.tensor([], dtype=lmm.dtype).element_size()
     if lmm.device.type != "cuda":

@@ -30,22 +30,14 @@ class Tuning:
     """Tilings of the GPU of one engine."""
 
     def __init__(
-        self,
-        tuner: Tuner,
-        file: Path,
-        linears: Linears,
-        runner: ModelRunner,
-        *,
-        terms: Sequence[int],
-        max_rows: int,
-        max_adapters: int,
-    ) -> None:
+        self, tuner: Tuner, file: Path, linears: Linears, runner: ModelRunner,
+        settings: EngineSettings, terms: Sequence[int],
+    ) -> None:  # fmt: skip
         self.adopted = 0  # how often steps have begun to choose from new measurements
-        # Number of shapes that are measured, and of those that are or will be.
-        self.progress = (0, 0)
+        self.progress = (0, 0)  # shapes that are measured, and those that are or will be
         self.tuner, self._file, self._linears, self._runner = tuner, file, linears, runner
         self._terms = [count for count in terms if count]
-        self._cases = cases(max_rows, max_adapters, tuner.table.gpu)
+        self._cases = cases(settings.max_tokens, settings.max_adapters, tuner.table.gpu)
         self._used = tuner.table  # by steps
         self._renewed: set[Preparation] = set()
         self._writable = True
@@ -70,7 +62,6 @@ class Tuning:
         self._renewed.clear()
 
     def _wanted(self) -> list[tuple[ProjectionGroup, Case]]:
-        """Return the sizes of the language model's linears that have adapters."""
         orders: dict[ProjectionGroup, bool] = {}  # whether LoRA may come before the base product
         for group in self._linears.groups.values():
             widths = group.spec.in_features, *group.spec.out_features
@@ -78,18 +69,13 @@ class Tuning:
             if group.lora is not None and group.spec.part == "text" and aligned:
                 size = ProjectionGroup(widths[0], widths[1:], padded_ranks(group.lora))
                 orders[size] = orders.get(size, False) or not group.quantized
-        return [
-            (size, case)
-            for size, either in orders.items()
-            for case in self._cases
-            if either or not case.first
-        ]
+        cases = [(size, case) for size in orders for case in self._cases]
+        return [(size, case) for size, case in cases if orders[size] or not case.first]
 
     def _keep(self) -> None:
         """Write what is measured to the file, beside what other engines have measured."""
         table = self.tuner.table
-        others = read_table(self._file, table.gpu)
-        entries = {**others.entries, **table.entries}
+        entries = {**read_table(self._file, table.gpu).entries, **table.entries}
         try:
             TilingTable(table.gpu, entries.items()).save(self._file, torch=torch.__version__)
         except OSError as error:
@@ -125,12 +111,9 @@ def read_table(file: Path, gpu: Gpu) -> TilingTable:
 
 
 def make_tuning(
-    settings: EngineSettings,
-    device: torch.device,
-    linears: Linears,
-    runner: ModelRunner,
+    settings: EngineSettings, device: torch.device, linears: Linears, runner: ModelRunner,
     terms: Sequence[int],
-) -> Tuning | None:
+) -> Tuning | None:  # fmt: skip
     """Use the measured tilings of the GPU, and measure others unless they are shipped (None)."""
     if device.type != "cuda" or kernels() is None or is_measured(gpu := gpu_of(device)):
         return None
@@ -142,12 +125,5 @@ def make_tuning(
         use_table(table)
     if not (settings.profile and settings.operator == ATMM):
         return None
-    return Tuning(
-        Tuner(table, table_of(H200), Compiler(device), device),
-        file,
-        linears,
-        runner,
-        terms=terms,
-        max_rows=settings.max_tokens,
-        max_adapters=settings.max_adapters,
-    )
+    tuner = Tuner(table, table_of(H200), Compiler(device), device)
+    return Tuning(tuner, file, linears, runner, settings, terms)

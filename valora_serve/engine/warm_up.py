@@ -15,12 +15,9 @@ from valora_serve.model.work import KERNELS, Preparation
 
 log = logging.getLogger(__name__)
 
-PAUSE = 10.0
-"""Beside requests, what a step has missed is prepared after so many times the time it takes."""
-
+PAUSE = 10.0  # times the time that it takes until more of what steps miss is prepared
+# Seconds for attention's kernels once others are compiled: to load, but not to compile them.
 PATIENCE = 10.0
-"""Seconds for attention's kernels once others are compiled: to load, but not to compile them."""
-
 PROGRESS_SECONDS = 5.0  # seconds between two messages about the progress
 
 
@@ -28,8 +25,7 @@ class WarmUp:
     """Graphs and kernels of an engine; a `lazy` start leaves all but the likeliest for later."""
 
     def __init__(self, terms: Sequence[int], *, lazy: bool) -> None:
-        # Seconds that each phase of the start took, by its name.
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}  # that each phase of the start took, by its name
         self.done = 0  # number of preparations that are done
         self.left: dict[Preparation, None] = {}  # preparations that are left, the next one first
         self._terms, self._lazy = terms, lazy
@@ -48,19 +44,17 @@ class WarmUp:
     def start(self, runner: ModelRunner) -> None:
         """Prepare what serving waits for; all of it unless the rest is left for later."""
         first, rest = runner.preparations(self._terms)
-        self.left.clear()
+        self.left.clear()  # the runner has it, too
         self.left |= dict.fromkeys([*first, *rest])
-        self.done = 0
-        told = time.monotonic()
+        self.done, told = 0, time.monotonic()
         waited = first if self._lazy else tuple(self.left)
         with self.phase("kernels"):
             runner.compile_together(waited, PATIENCE if self._lazy else None)
         for one in waited:
             if self.interrupted:
                 raise StoppedError("the start was interrupted")
-            if one not in self.left:
-                continue
-            self._prepare(runner, one)
+            if one in self.left:
+                self._prepare(runner, one)
             if time.monotonic() - told > PROGRESS_SECONDS:
                 told = time.monotonic()
                 log.info("start-up: %s", self)
@@ -86,23 +80,19 @@ class WarmUp:
         """Capture the graph that a step has missed, unless that would slow down the requests."""
         self._follow(runner)
         start = time.monotonic()
-        if not self.left or start < self._next:
-            return
-        missed = runner.missed()
-        if missed is None:
-            return
-        self._prepare(runner, missed)
-        now = time.monotonic()
-        self._next = now + PAUSE * (now - start)
+        if self.left and start >= self._next and (missed := runner.missed()) is not None:
+            self._prepare(runner, missed)
+            now = time.monotonic()
+            self._next = now + PAUSE * (now - start)
 
     def _follow(self, runner: ModelRunner) -> None:
         """Prepare graphs again once the attention backend takes over that was being compiled."""
         if runner.adopt():
             total = self.done + len(self.left)
             kernels = [one for one in self.left if one.kind == KERNELS]
-            first, rest = runner.preparations(self._terms)
+            graphs = [one for some in runner.preparations(self._terms) for one in some]
             self.left.clear()
-            self.left |= dict.fromkeys(one for one in (*first, *rest) if one.kind != KERNELS)
+            self.left |= dict.fromkeys(one for one in graphs if one.kind != KERNELS)
             self.left |= dict.fromkeys(kernels)
             self.done = max(0, total - len(self.left))
 

@@ -104,21 +104,18 @@ class Workers:
         orders = make, replace(settings, decision_trace=None), store.port, threads, level
         try:
             for rank in range(1, size):
-                self._start(rank, *orders)
+                process, [calls, beside] = launch(self.module, 2)
+                self.processes.append(process)
+                self._calls.append(calls)
+                self._beside.append(beside)
+                calls.send((rank, *orders))
+                threading.Thread(target=self._watch, args=(rank,), daemon=True).start()
             with self.explained():
                 self._answers()  # so that no process waits for one that cannot start
                 self.group = Group.join(0, size, device, store)
         except BaseException:
             self.close()
             raise
-
-    def _start(self, rank: int, *orders: object) -> None:
-        process, [calls, beside] = launch(self.module, 2)
-        self.processes.append(process)
-        self._calls.append(calls)
-        self._beside.append(beside)
-        calls.send((rank, *orders))
-        threading.Thread(target=self._watch, args=(rank,), name="watch", daemon=True).start()
 
     def lead(self, engine: Any) -> None:
         """Wait for the workers' engines; from now on they do what this one does."""
@@ -198,7 +195,6 @@ class Workers:
             raise StoppedError(self.lost)
 
     def _watch(self, rank: int) -> None:
-        """Wait until a process ends, and end the group."""
         code = self.processes[rank - 1].wait()
         if self._closing or self.lost is not None:
             return
@@ -254,7 +250,6 @@ class Worker:
                 self._do(*self._calls.recv())
 
     def _do(self, name: str, arguments: Sequence[Any], tables: Any, dropped: Sequence[int]) -> None:
-        """Make a call of rank 0; see `Workers.call`."""
         engine = self._engine
         engine.adapters.ranks[:], engine.adapters.scalings[:] = tables
         for number in dropped:

@@ -38,12 +38,11 @@ def make_store(size: int, port: int = 0) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """Memory of this GPU that the others of a group can read: `LIMIT` bytes."""
+    """Memory of this GPU that the others of a group can read."""
 
     name: str  # of the group
     buffer: Tensor  # [LIMIT] uint8
     handle: Any = None  # torch's, by which all ranks' are found
-
     # Torch keeps the store of a group's name: a second one of a process would wait at the first's.
     opened: ClassVar[bool] = False
 

@@ -50,16 +50,13 @@ OBJECT_BYTES = 128 << 20  # memory of a Ray that is started here for objects, wh
 HEALTH_SECONDS = 1.0, 30.0  # period of health checks, which find who died, and their time limit
 DRAIN_EXTRA = 15.0  # seconds that a replica has to stop, once its requests had `drain_seconds`
 REACH_SECONDS = 5.0  # time limit for connecting to a Ray cluster
+LOGS = "/tmp/ray/session_latest/logs"
 
 
 async def run(
-    sockets: Sockets,
-    folders: Sequence[Path],
-    server: ServerSettings,
-    engine: EngineSettings,
-    settings: ReplicaSettings,
-    announce: Callable[[Served | None], None],
-) -> None:
+    sockets: Sockets, folders: Sequence[Path], server: ServerSettings, engine: EngineSettings,
+    settings: ReplicaSettings, announce: Callable[[Served | None], None],
+) -> None:  # fmt: skip
     """Start replicas and fronts, call `announce` once these answer, and watch them to the end."""
     address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
     join(address)  # not in another thread: the processes of a Ray of ours end with that thread
@@ -161,12 +158,8 @@ def join(address: str | None) -> None:
         )  # fmt: skip
     except Exception as error:
         reason = _line(error).rstrip(".:")[:300] or type(error).__name__
-        if address is None:
-            said = (
-                f"Ray cannot be started on this machine ({reason}): see "
-                "/tmp/ray/session_latest/logs"
-            )
-        else:
+        said = f"Ray cannot be started on this machine ({reason}): see {LOGS}"
+        if address is not None:
             said = (
                 f"the Ray cluster at {address} cannot be joined ({reason}): name HOST:PORT of its "
                 "head, started with `ray start --head`, or auto, on a machine of the cluster that "
@@ -218,12 +211,9 @@ def pin_board(application: str, server: ServerSettings) -> Any:
 
 
 def replicas(
-    settings: ReplicaSettings,
-    engine: EngineSettings,
-    server: ServerSettings,
-    folders: Sequence[Path],
-    fronts: int,
-) -> Any:
+    settings: ReplicaSettings, engine: EngineSettings, server: ServerSettings,
+    folders: Sequence[Path], fronts: int,
+) -> Any:  # fmt: skip
     """Return the deployment of the replicas; SettingsError if the cluster has too little."""
     count: dict[str, Any] = {"num_replicas": settings.replicas}
     if settings.max_replicas is not None:
@@ -241,17 +231,14 @@ def replicas(
         ray_actor_options=resources(settings, engine),
         graceful_shutdown_timeout_s=server.drain_seconds + DRAIN_EXTRA,
         graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=HEALTH_SECONDS[0],
-        health_check_timeout_s=HEALTH_SECONDS[1],
+        health_check_period_s=HEALTH_SECONDS[0], health_check_timeout_s=HEALTH_SECONDS[1],
         max_constructor_retry_count=2,
         logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
-    )
+    )  # fmt: skip
     server = dataclasses.replace(server, max_connections=server.max_connections * fronts)
     bundles = [(folder, content_hash("bundle", folder)) for folder in folders]
-    where = ray.util.get_node_ip_address(), Path.cwd()
-    return made(EngineReplica).bind(
-        settings.application, own_version(), *where, engine, server, bundles
-    )
+    here = settings.application, own_version(), ray.util.get_node_ip_address(), Path.cwd()
+    return made(EngineReplica).bind(*here, engine, server, bundles)
 
 
 async def _deploy(application: Any, settings: ReplicaSettings) -> None:
@@ -277,8 +264,8 @@ def _why(message: str) -> str:
         return str(ours[-1])
     reason = ": ".join(said[-1]) if said else _line(message)[-300:]
     return (
-        f"the replicas did not start ({reason[:300]}): see /tmp/ray/session_latest/logs, free the "
-        "GPUs and cores of the Ray cluster, or raise start_seconds"
+        f"the replicas did not start ({reason[:300]}): see {LOGS}, free the GPUs and cores of the "
+        "Ray cluster, or raise start_seconds"
     )
 
 

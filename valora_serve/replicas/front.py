@@ -148,15 +148,14 @@ class Front:
         """The replicas for a model, the best first."""
         known = list(self._replicas.values())
         adapter = known[0].adapters.get(model, model) if known and model else None
+        load, recent = self._load, self._recent
         states = [
-            ReplicaState(
-                name, max(0, self._load[name]), one.stats.adapters_resident, self._recent[name]
-            )
+            ReplicaState(name, max(0, load[name]), one.stats.adapters_resident, recent[name])
             for name, one in self._replicas.items()
         ]
         ranked = self._router.rank(adapter, states)
         for best in ranked[:1]:
-            note_sent(self._recent[best], adapter, self._slots)
+            note_sent(recent[best], adapter, self._slots)
         return [self._replicas[name] for name in ranked]
 
     def _ask(self, one: Report, request: Request, body: bytes, *, counts: bool = True) -> Any:
@@ -207,10 +206,8 @@ class Front:
         async def said(one: Report) -> tuple[str, Any, bytes] | None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 counts = one.replica == first
-                async with (
-                    asyncio.timeout(seconds),
-                    self._ask(one, request, body, counts=counts) as answer,
-                ):
+                asking = self._ask(one, request, body, counts=counts)
+                async with asyncio.timeout(seconds), asking as answer:
                     return one.replica, answer, await answer.read()
             return None
 

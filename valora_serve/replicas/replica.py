@@ -164,7 +164,6 @@ class EngineReplica:
         self._reporting = asyncio.create_task(self._keep_reporting())
 
     async def _listen(self, app: Any, bound: socket.socket, settings: ServerSettings) -> None:
-        """Serve the application, to fronts alone."""
         self._context, self._gate = app.state.context, Gate(app)
         self._context.guard.rates.taken = Counter()
         self._ready, self._followed, self._problem = False, "", cast("str | None", None)

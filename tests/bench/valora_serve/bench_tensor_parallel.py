@@ -24,7 +24,7 @@ from tests.bench.valora_serve.bench_worker import NCCL, SILENT, change
 from tests.bench.valora_serve.serve_models import ATTENTION
 from tests.bench.valora_serve.split_models import save_adapters, save_base
 from valora_serve.engine.engine import Engine
-from valora_serve.engine.profile import _shape
+from valora_serve.engine.profile import make_step
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.workers import Workers
 from valora_serve.types import Mode
@@ -92,10 +92,11 @@ def measure(given: argparse.Namespace) -> None:
         for rows in given.batches:
             for distinct in sorted({0, min(rows, ADAPTERS)}):
                 shares = [(given.context, 1)] * rows
-                for _, works, _ in _shape(engine, Mode.UNMERGED, None, distinct, shares):
-                    found[f"{rows}/{distinct}"] = step_ms(engine, works)
+                step = make_step(engine, Mode.UNMERGED, None, distinct, shares)
+                if step is not None:
+                    found[f"{rows}/{distinct}"] = step_ms(engine, step[1])
                     if given.kernels:
-                        print_kernels(engine, works, f"{rows} rows, {distinct} adapters")
+                        print_kernels(engine, step[1], f"{rows} rows, {distinct} adapters")
         if gpus > 1:
             assert engine.workers is not None and engine.workers.group is not None
             found["memory is shared"] = engine.workers.group.peers is not None

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from valora_serve.engine import sizing
+from valora_serve.engine import sizing, workers
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.workers import Workers
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.memory.unified import PageShape
 
@@ -111,7 +110,7 @@ def test_more_gpus_than_there_are_are_refused(monkeypatch):
 @pytest.mark.slow
 def test_a_worker_ends_with_rank_0():
     ours, theirs = multiprocessing.Pipe()
-    command = [sys.executable, "-m", Workers.module, str(theirs.fileno())]
+    command = [sys.executable, "-m", workers.__name__, str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as worker:
         theirs.close()
         ours.close()

@@ -1,8 +1,8 @@
 """Bundles with contexts of random memories, and what transformers and PEFT answer about them."""
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -18,50 +18,36 @@ from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX, Encode
 
 @dataclass(frozen=True)
 class ContextSpec:
-    """A context of a test bundle.
-
-    Attributes:
-        form: Form of its memory.
-        tokens: Tokens of its memory.
-        adapter: Name of its adapter, None for the base model.
-        gap: By how much the tail's position is beyond the last token of a prefix.
-    """
+    """A context of a test bundle."""
 
     form: str
-    tokens: int = 0
-    adapter: str | None = None
-    gap: int = 0
+    tokens: int = 0  # of its memory
+    adapter: str | None = None  # None for the base model
+    gap: int = 0  # by which the tail's position is beyond the last token of a prefix
 
 
 def random_memory(base, spec, seed):
     """A memory that changes answers: its values are as large as those of a document."""
     text = load_base(base).config.get_text_config()
     generator = torch.Generator().manual_seed(seed)
-    heads = int(text.num_key_value_heads)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if spec.form == PREFIX:
-        shape = (int(text.num_hidden_layers), heads, spec.tokens, int(width))
-        keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
-        tensors = {"keys": keys, "values": values}
-        return Memory(PREFIX, base_hash(base), tensors, spec.tokens + spec.gap)
-    if spec.form == MEMORY_TOKENS:
-        shape = (spec.tokens, int(text.hidden_size))
-        embeddings = torch.randn(shape, generator=generator)
-        return Memory(MEMORY_TOKENS, base_hash(base), {"embeddings": embeddings})
-    return None
+    shapes = {
+        PREFIX: (text.num_hidden_layers, text.num_key_value_heads, spec.tokens, width),
+        MEMORY_TOKENS: (spec.tokens, text.hidden_size),
+    }
+    if spec.form not in shapes:
+        return None
+    names = ("keys", "values") if spec.form == PREFIX else ("embeddings",)
+    tensors = {name: torch.randn(shapes[spec.form], generator=generator) for name in names}
+    position = (spec.tokens + spec.gap,) if spec.form == PREFIX else ()
+    return Memory(spec.form, base_hash(base), tensors, *position)
 
 
 def make_context_bundle(folder, base, contexts, adapters, *, name="documents", encoder=0, seed=0):
-    """Write a bundle of contexts.
+    """Write a bundle of contexts; what is in the folder is replaced.
 
-    Args:
-        folder: Where it goes; what is there is replaced.
-        base: Id or folder of the base model.
-        contexts: The contexts, by name.
-        adapters: Arguments of `make_adapter`, and `decode_only`, by name.
-        name: Its name.
-        encoder: Tokens of the memories that its encoder `compress` makes; 0 for no encoder.
-        seed: Of the weights.
+    `adapters` are arguments of `make_adapter`, and `decode_only`, by name, `encoder` the tokens of
+    the memories that its encoder `compress` makes; 0 for no encoder.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -109,14 +95,7 @@ def make_context_bundle(folder, base, contexts, adapters, *, name="documents", e
 
 
 class ContextReference:
-    """Answers about contexts with transformers' caches and PEFT's adapters, one at a time.
-
-    Args:
-        base: Id or folder of the base model.
-        folder: Bundle, see `make_context_bundle`.
-        contexts: Its contexts.
-        adapters: Its adapters.
-    """
+    """Answers about contexts with transformers' caches and PEFT's adapters, one at a time."""
 
     def __init__(self, base, folder, contexts, adapters):
         self._plain = Reference(base, {name: folder / "adapters" / name for name in adapters})
@@ -138,13 +117,10 @@ class ContextReference:
         if spec is not None:
             adapter = spec.adapter
         position, cache = 0, DynamicCache()
-        turns = [
-            {**turn, "content": [{"type": "text", "text": turn["content"]}]}
-            if isinstance(turn["content"], str)
-            else turn
-            for turn in request.messages or ()
-        ]
-        inputs: Any
+        turns = [dict(turn) for turn in request.messages or ()]
+        for turn in turns:
+            if isinstance(turn["content"], str):
+                turn["content"] = [{"type": "text", "text": turn["content"]}]
         if spec is None:
             inputs = self._plain.inputs(request)
         elif spec.form == ADAPTER:
@@ -152,10 +128,10 @@ class ContextReference:
             inputs = self.model.process(text, request.images)
         else:
             tail = contract.tail_text(self.model, turns)
+            shown = {"images": list(request.images)} if request.images else {}
             inputs = self._plain.processor(
-                text=[tail], return_tensors="pt", add_special_tokens=False,
-                **({"images": list(request.images)} if request.images else {}),
-            )  # fmt: skip
+                text=[tail], return_tensors="pt", add_special_tokens=False, **shown
+            )
         embedded = self._embedded(inputs)
         if spec is not None and spec.form != ADAPTER:
             file = self._folder / f"contexts/{request.model}.safetensors"
@@ -186,8 +162,7 @@ class ContextReference:
     def _generate(self, request, embedded, cache, position, adapter):
         """Compute all but the last token of the prompt, that one, and then one after another."""
         late = adapter is not None and bool(self._adapters[adapter].get("decode_only"))
-        tokens = []
-        logits = []
+        tokens, logits = [], []
         if len(embedded) > 1:
             self._forward(embedded[:-1], cache, position, None if late else adapter)
         position += len(embedded) - 1
@@ -204,22 +179,16 @@ class ContextReference:
 
     def _forward(self, rows, cache, position, adapter):
         """Logits [vocabulary] behind the last of some rows, which join the cache."""
-        model = self._plain.model
-        positions = (position + torch.arange(len(rows)))[None]
-
-        def compute():
-            inner = model.get_base_model() if isinstance(model, PeftModel) else model
-            found = inner(
-                inputs_embeds=rows[None], past_key_values=cache, position_ids=positions,
-                use_cache=True,
-            )  # fmt: skip
-            return found.logits[0, -1].float()
-
-        with torch.no_grad():
-            if not isinstance(model, PeftModel):
-                return compute()
+        model = inner = self._plain.model
+        bare = nullcontext()
+        if isinstance(model, PeftModel):
+            inner = model.get_base_model()
             if adapter is None:
-                with model.disable_adapter():
-                    return compute()
-            model.set_adapter(adapter)
-            return compute()
+                bare = model.disable_adapter()
+            else:
+                model.set_adapter(adapter)
+        more = {"past_key_values": cache, "use_cache": True}
+        positions = (position + torch.arange(len(rows)))[None]
+        with torch.no_grad(), bare:
+            found = inner(inputs_embeds=rows[None], position_ids=positions, **more)
+        return found.logits[0, -1].float()

@@ -61,15 +61,10 @@ def load_processor(source):
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected answer of a request.
+    """Expected answer of a request."""
 
-    Attributes:
-        tokens: Generated token ids, including the stop token if there is one.
-        logits: [tokens, vocabulary] float32, logits that each token was chosen from.
-    """
-
-    tokens: list[int]
-    logits: torch.Tensor
+    tokens: list[int]  # including the stop token if there is one
+    logits: torch.Tensor  # [tokens, vocabulary] float32, that each token was chosen from
 
     def logprobs(self):
         """Return [tokens, vocabulary] log probabilities."""
@@ -87,14 +82,7 @@ def key_of(request):
 
 
 class Reference:
-    """The base model, with every adapter loaded by PEFT.
-
-    Args:
-        base: Id or folder of the base model.
-        adapters: Folders by name.
-        dtype: Dtype of weights and computation.
-        device: Where it computes.
-    """
+    """The base model, with every adapter (folders by name) loaded by PEFT."""
 
     def __init__(self, base, adapters, dtype=torch.float32, device="cpu"):
         source = base_folder(base)
@@ -131,19 +119,14 @@ class Reference:
             text = self.processor.apply_chat_template(
                 turns, add_generation_prompt=True, tokenize=False
             )
-        kwargs = {}
-        if request.images:
-            kwargs["images"] = list(request.images)
+        kwargs = {"images": list(request.images)} if request.images else {}
         if request.videos:
-            kwargs["videos"] = [
-                np.stack([np.asarray(frame) for frame in video]) for video in request.videos
-            ]
+            kwargs["videos"] = [np.stack([np.asarray(one) for one in v]) for v in request.videos]
             kwargs["videos_kwargs"] = {"do_sample_frames": False}
         bos = getattr(self.processor, "tokenizer", self.processor).bos_token
         special = not (bos and text.startswith(bos))
-        return self.processor(
-            text=[text], return_tensors="pt", add_special_tokens=special, **kwargs
-        )
+        kwargs |= {"return_tensors": "pt", "add_special_tokens": special}
+        return self.processor(text=[text], **kwargs)
 
     @contextmanager
     def _of(self, request):
@@ -160,15 +143,10 @@ class Reference:
 
     def _answer(self, request):
         extra = {"eos_token_id": -1} if request.sampling.ignore_eos else {}
+        extra |= {"output_logits": True, "return_dict_in_generate": True, "do_sample": False}
         with self._of(request) as inputs:
-            found = self.model.generate(
-                **inputs,
-                max_new_tokens=request.sampling.max_tokens,
-                do_sample=False,
-                output_logits=True,
-                return_dict_in_generate=True,
-                **extra,
-            )
+            most = request.sampling.max_tokens
+            found = self.model.generate(**inputs, max_new_tokens=most, **extra)
         new = found.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         return Expected(new, torch.cat(found.logits).float())
 
@@ -187,15 +165,7 @@ class Reference:
 
 @dataclass
 class Got:
-    """Collected outputs of a request.
-
-    Attributes:
-        tokens: Generated token ids.
-        text: Generated text.
-        logprobs: Log probabilities, if the request wants them.
-        prompt: Log probabilities of the prompt, if the request wants them.
-        last: The newest output.
-    """
+    """Collected outputs of a request, `last` the newest one."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -205,12 +175,10 @@ class Got:
 
     @property
     def finish(self):
-        """Why the request ended, None if it has not."""
         return None if self.last is None else self.last.finish
 
     @property
     def error(self):
-        """Error of the last output; None if the request did not fail."""
         return None if self.last is None else self.last.error
 
 
@@ -222,13 +190,9 @@ def _loaded(base, dtype):
 
 
 def make_engine(base, adapters=None, *, fresh=False, **settings):
-    """Return an engine, by default on the CPU in fp32, with the estimated cost model.
+    """Return an engine with adapters, on the CPU in fp32, with the estimated cost model.
 
-    Args:
-        base: Id or folder of the base model.
-        adapters: Folders of adapters by name.
-        fresh: Whether the engine loads the base model itself, which takes longer.
-        settings: Settings of the engine that differ from the tests' defaults.
+    A `fresh` one loads the base model itself, which takes longer.
     """
     chosen = {
         "pages": 512, "max_requests": 16, "max_tokens": 512, "chunk": 256, "max_adapters": 8,
@@ -280,11 +244,7 @@ def finish(engine, into=None, *, steps=3000):
 def run(engine, requests, *, together=None):
     """Add requests to an engine and step until they are answered.
 
-    Args:
-        engine: The engine.
-        requests: The requests.
-        together: Number of requests to add before the first step; the others are added one by one
-            in every other step. None to add all.
+    If so many are added `together`, the others come one by one in every other step.
     """
     found = {}
     waiting = [engine.prepare(request) for request in requests]
@@ -334,8 +294,16 @@ def assert_empty(engine):
     assert not engine.requests.wanted_prefixes
     assert not any(entry.users for entry in engine.prefixes._entries.values())
     users = {key: entry.users for key, entry in engine.adapters._entries.items() if entry.users}
-    merged = engine.merge_state.adapter
-    assert users == ({} if merged is None else {merged: 1})
+    assert users == {key: 1 for key in (engine.merge_state.adapter,) if key is not None}
+
+
+async def until(done):
+    """Wait until something has come about."""
+    for _ in range(2000):
+        if done():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it has not come to that")
 
 
 def with_client(engine, use):

@@ -26,22 +26,11 @@ BUILT_IN = {model.name for model in FakeEngine().models()}
 
 
 def report(
-    name,
-    url="http://127.0.0.1:9",
-    *,
-    state=None,
-    problem=None,
-    adapters=(),
-    taken=(),
-    load=0,
-    **stats,
+    name, url="http://127.0.0.1:9", state=None, problem=None, adapters=(), taken=(), load=0, **stats
 ):
     """A report of a replica."""
-    followed = (state or SavedState()).revision
-    return Report(
-        name, url, "its secret", True, followed, problem, EngineStats(**stats), dict(adapters),
-        dict(taken), load,
-    )  # fmt: skip
+    followed, own = (state or SavedState()).revision, (dict(adapters), dict(taken), load)
+    return Report(name, url, "its secret", True, followed, problem, EngineStats(**stats), *own)
 
 
 class Ref:

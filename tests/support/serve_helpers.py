@@ -44,18 +44,7 @@ def targets_of(model):
 def make_adapter(
     folder, base, *, seed, rank=8, alpha=16, targets=LANGUAGE, strength=0.05, **options
 ):
-    """Save a PEFT adapter whose A and B are random: one that acts.
-
-    Args:
-        folder: Folder of the adapter.
-        base: Id or folder of the base model.
-        seed: Random seed of the weights.
-        rank: `r` of PEFT.
-        alpha: `lora_alpha` of PEFT.
-        targets: `target_modules` of PEFT.
-        strength: Standard deviation of B.
-        options: More of PEFT's, e.g. `rank_pattern`.
-    """
+    """Save a PEFT adapter whose A and B (of deviation `strength`) are random: one that acts."""
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, **options)
     peft = get_peft_model(load_base(base), config)
     generator = torch.Generator().manual_seed(seed)
@@ -176,16 +165,9 @@ def make_tenants(folder):
 
 
 def make_bundle(folder, base, *, name="sample", version=1, domains=None, adapters=None, seed=0):
-    """Write a bundle with random adapters and heads.
+    """Write a bundle with random adapters and heads; what is in the folder is replaced.
 
-    Args:
-        folder: Where it goes; what is there is replaced.
-        base: Id or folder of the base model.
-        name: Its name.
-        version: Its version.
-        domains: By name; `DOMAINS` by default.
-        adapters: Arguments of `make_adapter` by name; `ADAPTERS` by default.
-        seed: Of the weights; each adapter and head gets another one derived from it.
+    `adapters` are arguments of `make_adapter` by name.
     """
     domains = DOMAINS if domains is None else domains
     adapters = ADAPTERS if adapters is None else adapters

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import tests.bench.valora_kernels.operators  # noqa: F401 - registers those to compare with
+from tests.parity.valora_serve.engine.test_engine import mixed
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
-    ask,
+    add_requests,
     assert_empty,
     check_answers,
+    collect,
     make_engine,
-    noise,
     question,
     run,
 )
@@ -21,7 +22,7 @@ from valora_kernels.operators import OPERATORS
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import RequestError
 from valora_serve.orchestrator.decision import PolicySettings
-from valora_serve.types import Mode, Request, SamplingParams
+from valora_serve.types import Mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,18 +39,7 @@ def adapters(base, tmp_path_factory):
 OTHERS = sorted(set(OPERATORS) - {"atmm"})
 
 
-def mixed():
-    names = [None, "a", "b", "c", "a", "a", None, "c", "a", "a"]
-    return [
-        Request(
-            f"{number}-{name}",
-            model=name,
-            messages=ask("What is it, and where?", images=number % 2),
-            images=[noise(30 + number, 40, number)] * (number % 2),
-            sampling=SamplingParams(max_tokens=4 + number % 3),
-        )
-        for number, name in enumerate(names)
-    ]
+REQUESTS = mixed([None, "a", "b", "c", "a", "a", None, "c", "a", "a"], tokens=5)
 
 
 @pytest.mark.parametrize(
@@ -64,35 +54,29 @@ def test_operators(base, adapters, reference, name, graphs):
     )
     if graphs:
         engine.warm_up()
-    requests = mixed()
-    check_answers(run(engine, requests, together=5), reference, *requests)
+    check_answers(run(engine, REQUESTS, together=5), reference, *REQUESTS)
     assert_empty(engine)
 
 
 @pytest.mark.parametrize("policy", ["valora", "algorithm1", "cost"])
-def test_without_mixture_mode(base, adapters, reference, policy, monkeypatch):
-    engine = make_engine(
-        base, adapters, policy=policy, policy_settings=PolicySettings(mixture=False, theta=0.0)
-    )
-    modes, decide = set(), engine.policy.decide
-
-    def noted(view):
-        decision = decide(view)
-        modes.add(decision.mode)
-        return decision
-
-    monkeypatch.setattr(engine.policy, "decide", noted)
-    requests = mixed()
-    check_answers(run(engine, requests, together=5), reference, *requests)
-    assert Mode.MIXTURE not in modes
-    assert Mode.UNMERGED in modes
+def test_without_mixture_mode(base, adapters, reference, policy):
+    settings = PolicySettings(mixture=False, theta=0.0)
+    engine = make_engine(base, adapters, policy=policy, policy_settings=settings)
+    modes, found = set(), {}
+    add_requests(engine, *REQUESTS)
+    while engine.busy:
+        outputs = engine.step()
+        modes |= {one.mode for one in outputs}
+        collect(outputs, found)
+    check_answers(found, reference, *REQUESTS)
+    assert Mode.MIXTURE not in modes and Mode.UNMERGED in modes
 
 
 def test_merging_by_matrix_gives_the_same_weights(base, adapters, reference):
     swift = make_engine(base, adapters, policy="merge_only")
     slow = make_engine(base, adapters, policy="merge_only", switch="by_matrix")
     for engine in (swift, slow):
-        check_answers(run(engine, mixed()), reference, *mixed())
+        check_answers(run(engine, REQUESTS), reference, *REQUESTS)
         assert engine.merge_state.switches > 2
     for key in [*sorted(swift.adapters.resident)[:2], None]:
         for engine in (swift, slow):
@@ -103,8 +87,7 @@ def test_merging_by_matrix_gives_the_same_weights(base, adapters, reference):
 
 def test_adapters_in_pages_of_their_own(base, adapters, reference):
     engine = make_engine(base, adapters, pages=96, adapter_share=0.25, policy="valora")
-    requests = mixed()
-    check_answers(run(engine, requests, together=5), reference, *requests)
+    check_answers(run(engine, REQUESTS, together=5), reference, *REQUESTS)
     assert_empty(engine)
     held = engine.stats().pages_adapters
     assert 0 < held <= 24

@@ -43,7 +43,7 @@ def bundle(base, tmp_path_factory):
 
 
 async def answer(client, request):
-    return [output async for output in client.generate(request)]
+    return [token async for output in client.generate(request) for token in output.token_ids]
 
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -60,7 +60,7 @@ def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(base, tmp_
         found = [made]
         for request in (Request("a", "doc", messages=question, sampling=SAMPLING),
                         Request("b", None, messages=whole, sampling=SAMPLING)):  # fmt: skip
-            found.append([i for one in await answer(client, request) for i in one.token_ids])
+            found.append(await answer(client, request))
         await client.unload("context", "doc")
         return found
 
@@ -81,7 +81,7 @@ def test_a_shorter_prefix_keeps_positions_and_is_served_as_it_was_stored(base, t
     async def use(client):
         await client.make_context(NewContext("doc", DOCUMENT, tokens=37), tmp_path / "doc")
         request = Request("a", "doc", messages=ask("Who knows?"), sampling=SAMPLING)
-        return [i for one in await answer(client, request) for i in one.token_ids]
+        return await answer(client, request)
 
     tokens = with_client(engine, use)
     folder.parent.mkdir()
@@ -103,9 +103,7 @@ def test_memory_tokens_are_those_of_the_encoder(base, bundle, tmp_path, settings
         return made
 
     made = with_client(engine, use)
-    assert made.adapter == "documents/reader"
-    assert (made.form, made.memory_tokens) == (MEMORY_TOKENS, 6)
-
+    assert (made.adapter, made.form, made.memory_tokens) == ("documents/reader", MEMORY_TOKENS, 6)
     lmm = engine.lmm
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     encoder = read_encoder(bundle / "encoders/compress", lmm.config.get_text_config())
@@ -116,10 +114,9 @@ def test_memory_tokens_are_those_of_the_encoder(base, bundle, tmp_path, settings
         inner = adapted.get_base_model().model.language_model
         hidden = inner(inputs_embeds=inputs[None]).last_hidden_state[0]
     wanted = encoder.memory(hidden).numpy()
+    facts = engine.store.base_hash(), lmm.config.get_text_config()
     for place in ("first", "again"):
-        file = tmp_path / place / MEMORY_FILE
-        text = lmm.config.get_text_config()
-        found = read_memory(file, engine.store.base_hash(), text).tensors["embeddings"]
+        found = read_memory(tmp_path / place / MEMORY_FILE, *facts).tensors["embeddings"]
         assert relative(found.numpy(), wanted) < 1e-5
 
 

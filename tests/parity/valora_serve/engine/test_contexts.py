@@ -12,6 +12,7 @@ import torch
 from tests.support.cases import others_slow
 from tests.support.context_bundles import ContextReference, ContextSpec, make_context_bundle
 from tests.support.engine_reference import (
+    add_requests,
     ask,
     assert_empty,
     collect,
@@ -32,8 +33,7 @@ from valora_serve.types import Mode, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOLERANCE = 1e-5
-"""Relative error of log probabilities against transformers and PEFT, in fp32."""
+TOLERANCE = 1e-5  # relative error of log probabilities against transformers and PEFT, in fp32
 
 ADAPTERS = {
     "always": {"rank": 8, "alpha": 16, "targets": LANGUAGE},
@@ -73,15 +73,10 @@ def questions(names, *, tokens=6):
     words = ("What is this?", "Count all things, then tell me about them. " * 3, "Yes or no", "Why")
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, logprobs=1)
     return [
-        Request(
-            f"{number}-{name}",
-            model=name,
-            messages=ask(words[number % 4], images=number % 3 == 2),
-            images=[noise(30, 40, number)] * (number % 3 == 2),
-            sampling=sampling,
-        )
-        for number, name in enumerate(names)
-    ]
+        Request(f"{n}-{name}", name, messages=ask(words[n % 4], images=n % 3 == 2),
+                images=[noise(30, 40, n)] * (n % 3 == 2), sampling=sampling)
+        for n, name in enumerate(names)
+    ]  # fmt: skip
 
 
 def check(found, requests, reference):
@@ -148,8 +143,7 @@ def test_the_prefix_cache_keeps_them_apart(base, bundle, reference, block_size):
     for cut in range(1, 4):
         model = "documents/late"
         one = Request(f"cut-{cut}", model=model, token_ids=ids[:-cut], sampling=first.sampling)
-        alone = make_engine(base, block_size=block_size, prefix_cache=False)
-        alone.load(bundle)
+        alone = engine_of(base, bundle, block_size=block_size, prefix_cache=False)
         assert run(engine, [one])[one.id].tokens == run(alone, [one])[one.id].tokens
     assert_empty(engine)
 
@@ -157,12 +151,9 @@ def test_the_prefix_cache_keeps_them_apart(base, bundle, reference, block_size):
 def test_adapters_at_decoding_only_share_the_base_models_cache(base, bundle):
     engine = engine_of(base, bundle)
     words = SamplingParams(max_tokens=2, ignore_eos=True)
-    cached = []
-    for name in (None, "documents/late", "documents/always"):
-        request = Request(str(name), name, token_ids=list(range(20, 120)), sampling=words)
-        last = run(engine, [request])[request.id].last
-        cached.append(last.usage.cached)
-    assert cached == [0, 96, 0]
+    for name, cached in ((None, 0), ("documents/late", 96), ("documents/always", 0)):
+        request = Request("x", name, token_ids=list(range(20, 120)), sampling=words)
+        assert run(engine, [request])["x"].last.usage.cached == cached
 
 
 def test_a_prefix_is_in_memory_once_and_evicted_when_others_need_it(base, bundle, reference):
@@ -191,9 +182,9 @@ def test_a_large_prefix_is_not_overtaken_for_ever(base, tmp_path):
     for number in range(400):
         if len(engine.requests.waiting) + len(engine.requests.running) < 6:
             request = Request(str(number), token_ids=[20 + number] * 20, sampling=sampling)
-            engine.add(engine.prepare(request))
+            add_requests(engine, request)
         if number == 4:
-            engine.add(engine.prepare(late))
+            add_requests(engine, late)
         collect(engine.step(), found)
         if "late" in found:
             break
@@ -206,8 +197,7 @@ def test_a_large_prefix_is_not_overtaken_for_ever(base, tmp_path):
 def test_a_context_may_be_forgotten_while_it_is_read(base, bundle, reference):
     engine = engine_of(base, bundle)
     first, second, third = questions(["whole", "ragged", "whole"])
-    engine.add(engine.prepare(first))
-    engine.add(engine.prepare(second))
+    add_requests(engine, first, second)
     late = engine.prepare(third)
     found = {}
     collect(engine.step(), found)
@@ -231,7 +221,7 @@ def test_a_context_may_be_forgotten_while_it_is_read(base, bundle, reference):
 def test_refusals(base, bundle, request_of, message):
     engine = engine_of(base, bundle)
     with pytest.raises(RequestError, match=message):
-        engine.add(engine.prepare(request_of()))
+        add_requests(engine, request_of())
 
 
 def test_a_memory_of_another_base_model_is_refused(base, bundle, tmp_path):

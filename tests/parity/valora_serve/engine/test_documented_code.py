@@ -1,6 +1,6 @@
 """Code in the documentation gives what the server gives: PEFT's snippet, and merging DoRA."""
 
-import os
+import contextlib
 import re
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from tests.support.cases import others_slow
-from tests.support.engine_reference import collect, make_engine
+from tests.support.engine_reference import make_engine, run
 from tests.support.serve_helpers import EVERYTHING, make_adapter
 from valora_data.contract.base_model import base_folder
 from valora_serve.types import Request, SamplingParams
@@ -28,12 +28,7 @@ def snippet(page, word):
 def engine_answer(base, adapters, model, prompt, count=12):
     engine = make_engine(base, adapters, fresh=True)
     request = Request("r", model, text=prompt, sampling=SamplingParams(max_tokens=count))
-    engine.add(engine.prepare(request))
-    got = {}
-    while engine.busy:
-        collect(engine.step(), got)
-    engine.close()
-    return got["r"].tokens
+    return run(engine, [request])["r"].tokens
 
 
 def peft_answer(model, base, prompt, count=12):
@@ -69,12 +64,8 @@ def test_merging_as_documented_serves_what_peft_computes(options, random_llava, 
                            if "modules_to_save" not in options else ["q_proj", "up_proj"],
                            **options)  # fmt: skip
     (tmp_path / "base").symlink_to(random_llava)
-    before = Path.cwd()
-    os.chdir(tmp_path)
-    try:
+    with contextlib.chdir(tmp_path):
         exec(snippet("docs/how-to/adapters.md", "merge_and_unload"), {})  # the page's own code
-    finally:
-        os.chdir(before)
     base = AutoModelForImageTextToText.from_pretrained(random_llava, dtype=torch.float32)
     model = PeftModel.from_pretrained(base, adapter).eval()
     expected = engine_answer(str(tmp_path / "merged"), {}, None, "a quiet street")

@@ -11,7 +11,15 @@ from PIL import ImageDraw
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from tests.support.engine_reference import Reference, ask, assert_empty, make_engine, noise, run
+from tests.support.engine_reference import (
+    Reference,
+    ask,
+    assert_empty,
+    check_answers,
+    make_engine,
+    noise,
+    run,
+)
 from tests.support.serve_helpers import DomainSpec, hidden_width, make_bundle
 from valora_data.contract.boxes import BoxHead
 from valora_data.contract.heads import read_head
@@ -23,20 +31,16 @@ from valora_train.tasks.detection import BoxHeadModule
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LEAST = 0.05
-"""Confidence from which boxes are compared."""
-
+LEAST = 0.05  # confidence from which boxes are compared
 DOMAINS = {
     "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
     "traffic": DomainSpec("adapter-2", labels=["car", "bus", "bike"], prompt="Find the traffic."),
     "signs": DomainSpec(None, labels=["stop", "yield"], prompt="Find the signs."),
 }
 OTHERS = {
-    "scene": DomainSpec(
-        "adapter-2", "classification", ["forest", "street", "beach"], prompt="Which scene?"
-    ),
+    "scene": DomainSpec("adapter-2", "classification", ["forest", "street", "beach"]),
     "crowd": DomainSpec(
-        "adapter-1", "counting", [str(n) for n in range(11)], "visual_mean", "How many?", 1.7
+        "adapter-1", "counting", [*map(str, range(11))], "visual_mean", "How?", 1.7
     ),
     "sure": DomainSpec("adapter-2", "yes_no", ["no", "yes"], "attention", "Is it?", 0.6),
     "move": DomainSpec("adapter-1", "action", ["sit", "run", "fall", "jump"], prompt="What now?"),
@@ -70,11 +74,9 @@ def picture(seed):
 
 
 def boxes_of(got):
-    assert got.error is None
-    assert got.finish is Finish.HEAD
     head = got.last.head
-    assert isinstance(head, BoxesResult)
-    assert head.logits.dtype.name == "float32"
+    assert (got.error, got.finish) == (None, Finish.HEAD)
+    assert isinstance(head, BoxesResult) and head.logits.dtype.name == "float32"
     return [
         [Box(*one.box, label=one.label, confidence=one.confidence) for one in image]
         for image in head.detections
@@ -88,6 +90,13 @@ def assert_same(found, wanted):
         assert a.xyxy == pytest.approx(b.xyxy, abs=1e-2)  # pixels
 
 
+def question_of(spec, image):
+    """What a request for a domain asks the model."""
+    turn = [{"type": "text", "text": spec.prompt}, {"type": "image"}]
+    return Request("", spec.adapter, messages=[{"role": "user", "content": turn}], images=[image],
+                   sampling=SamplingParams(max_tokens=256))  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def trained(detection):
     """What training's head says of PEFT's hidden states, for every domain and picture."""
@@ -99,40 +108,29 @@ def trained(detection):
         assert isinstance(stored, BoxHead)
         head = BoxHeadModule.of(stored)
         for n in range(4):
-            turn = [{"type": "text", "text": spec.prompt}, {"type": "image"}]
-            asked = Request(
-                "", model=spec.adapter, messages=[{"role": "user", "content": turn}],
-                images=[picture(n)],
-            )  # fmt: skip
-            hidden, visual = hidden_of(reference, asked)
+            hidden, visual = hidden_of(reference, question_of(spec, picture(n)))
             with torch.no_grad():
                 raw = head(hidden[visual][None])[0]
             found[domain, n] = head.predict(raw, picture(n).size, HeadSettings(), LEAST)
     return found
 
 
-def detections(**more):
+def detections():
     """Pictures of all domains, in turn."""
     return {
-        (domain, n): Request(
-            f"{domain}-{n}", model=domain, images=[picture(n)], min_score=LEAST, **more
-        )
+        (name, n): Request(f"{name}-{n}", name, images=[picture(n)], min_score=LEAST)
         for n in range(4)
-        for domain in DOMAINS
+        for name in DOMAINS
     }
 
 
 def writers(names):
+    sampling, words = SamplingParams(max_tokens=12), "Tell me about it, please."
     return [
-        Request(
-            f"writer {n}",
-            model=name,
-            messages=ask("Tell me about it, please.", images=n % 2),
-            images=[picture(n)] * (n % 2),
-            sampling=SamplingParams(max_tokens=12),
-        )
+        Request(f"writer {n}", name, messages=ask(words, images=n % 2), sampling=sampling,
+                images=[picture(n)] * (n % 2))
         for n, name in enumerate(names)
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -148,22 +146,15 @@ def writers(names):
 def test_boxes_are_those_of_training(detection, trained, settings):
     engine = make_engine("tiny", **settings)
     engine.load(detection)
-    adapters = {
-        f"detection/{name}": detection / "adapters" / name for name in ("adapter-1", "adapter-2")
-    }
     asked = detections()
     beside = writers([None, "detection/adapter-2", "detection/adapter-1"])
     found = run(engine, [beside[0], *asked.values(), *beside[1:]], together=5)
     assert any(len(boxes) > 1 for boxes in trained.values())
     for key, request in asked.items():
-        (boxes,) = boxes_of(found[request.id])
-        assert_same(boxes, trained[key])
-        last = found[request.id].last
-        assert not found[request.id].tokens
-        assert (last.usage.completion, last.usage.image) == (0, 64)
-    reference = Reference("tiny", adapters)
-    for request in beside:
-        assert found[request.id].tokens == reference(request).tokens
+        got = found[request.id]
+        assert_same(boxes_of(got)[0], trained[key])
+        assert (got.tokens, got.last.usage.completion, got.last.usage.image) == ([], 0, 64)
+    check_answers(found, reference_of(detection), *beside)
     assert_empty(engine)
 
 
@@ -187,7 +178,7 @@ def test_threshold_and_several_images(detection, trained, tmp_path):
     assert len(sure) - len(near) <= 1
     first, second = boxes_of(found["two"])
     assert_same(first, wanted)  # the first image does not see the second
-    assert len(second) > 0
+    assert second
 
 
 def test_heads_again_from_the_prefix_cache(detection, trained):
@@ -219,18 +210,7 @@ def test_other_heads_by_hand(others):
     for key, request in asked.items():
         domain = str(request.model)
         spec = OTHERS[domain]
-        plain = Request(
-            key,
-            model=spec.adapter,
-            messages=[
-                {
-                    "role": "user",
-                    "content": [{"type": "text", "text": spec.prompt}, {"type": "image"}],
-                }
-            ],
-            images=request.images,
-            sampling=SamplingParams(max_tokens=256),
-        )
+        plain = question_of(spec, request.images[0])
         got = found[key]
         if spec.kind is None:
             assert got.tokens == reference(plain).tokens
@@ -249,8 +229,7 @@ def test_other_heads_by_hand(others):
             pooled = scores.softmax(0) @ hidden[visual]
         logits = tensors["weight"] @ pooled + tensors["bias"]
         head = got.last.head
-        assert isinstance(head, LabelResult)
-        assert head.kind == spec.kind
+        assert isinstance(head, LabelResult) and head.kind == spec.kind
         torch.testing.assert_close(torch.from_numpy(head.logits[0]), logits, rtol=1e-4, atol=1e-4)
         confidences = (logits / (spec.temperature or 1.0)).softmax(0)
         assert list(head.confidences.values()) == pytest.approx(confidences.tolist(), abs=1e-4)
@@ -258,17 +237,19 @@ def test_other_heads_by_hand(others):
     assert_empty(engine)
 
 
+def reference_of(bundle):
+    """PEFT's model with a bundle's adapters, by the names that requests use."""
+    names = ("adapter-1", "adapter-2")
+    return Reference(
+        "tiny", {f"{bundle.name}/{name}": bundle / "adapters" / name for name in names}
+    )
+
+
+@torch.no_grad()
 def hidden_of(reference, request):
     """Last hidden states of a prompt, [tokens, width], and which tokens are visual."""
-    inputs = reference.inputs(request)
-    inner = reference.model.get_base_model().model
-    if request.model is None:
-        with reference.model.disable_adapter(), torch.no_grad():
-            hidden = inner(**inputs).last_hidden_state[0]
-    else:
-        reference.model.set_adapter(request.model)
-        with torch.no_grad():
-            hidden = inner(**inputs).last_hidden_state[0]
+    with reference._of(request) as inputs:
+        hidden = reference.model.get_base_model().model(**inputs).last_hidden_state[0]
     return hidden, inputs["input_ids"][0] == reference.model.config.image_token_id
 
 
@@ -285,8 +266,7 @@ def test_embeddings_are_last_hidden_states_of_peft(others, settings):
     """Of the prompt's last token, by adapter, beside heads and generation, and from the cache."""
     engine = make_engine("tiny", **settings)
     engine.load(others)
-    adapters = {f"others/{name}": others / "adapters" / name for name in ("adapter-1", "adapter-2")}
-    reference = Reference("tiny", adapters)
+    reference = reference_of(others)
     names = ["others/adapter-1", "others/adapter-2", "scene", "crowd", None]
     texts = ["a red star", "two blue rings over a green key and " * 3]
     plain = {
@@ -305,18 +285,13 @@ def test_embeddings_are_last_hidden_states_of_peft(others, settings):
         found = run(engine, [beside[0], *plain.values(), head, beside[1]], together=4)
         for key, request in plain.items():
             last = found[key].last
-            assert last.error is None
-            assert last.finish is Finish.HEAD
-            assert last.head.kind == "embedding"
+            assert (last.error, last.finish, last.head.kind) == (None, Finish.HEAD, "embedding")
             spec = OTHERS.get(request.model)
             name = request.model if spec is None else f"others/{spec.adapter}"
             wanted = hidden_of(reference, replace(request, model=name))[0][-1]
-            torch.testing.assert_close(
-                torch.from_numpy(last.head.logits[0]), wanted, rtol=1e-4, atol=1e-4
-            )
-            assert last.usage.completion == 0
-            assert not found[key].tokens
-        for request in beside:
-            assert found[request.id].tokens == reference(request).tokens
+            own = torch.from_numpy(last.head.logits[0])
+            torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
+            assert (last.usage.completion, found[key].tokens) == (0, [])
+        check_answers(found, reference, *beside)
         assert isinstance(found["head"].last.head, LabelResult)
     assert_empty(engine)

@@ -85,10 +85,8 @@ def test_a_classifier_has_peft_s_logits(config, labels, base, text_model, tmp_pa
         expected = logits_of_peft(text_model, tmp_path / "fruit", request.token_ids)
         torch.testing.assert_close(torch.from_numpy(head.logits), expected, rtol=1e-4, atol=1e-4)
         assert head.label == labels[int(expected.argmax())]
-        torch.testing.assert_close(
-            torch.tensor(list(head.confidences.values())), expected.softmax(-1)[0],
-            rtol=1e-4, atol=1e-4,
-        )  # fmt: skip
+        confidences = list(head.confidences.values())
+        assert confidences == pytest.approx(expected.softmax(-1)[0].tolist(), abs=1e-4)
     assert found["base"].tokens
 
 
@@ -125,20 +123,17 @@ def leave_files(folder):
 
 SERVED = {
     "float8": lambda folder: rewrite(folder, change=lambda _, t: t.to(torch.float8_e5m2)),
-    "a path of the trainer's machine": lambda folder: configure(
-        folder, base_model_name_or_path="C:\\Users\\me\\llava"
-    ),
-    "what a trainer leaves": leave_files,
-    "trained on the language model alone": lambda folder: rewrite(
-        folder, rename=lambda name: name.replace("model.language_model.", "model.")
-    ),
-}
+    "path_of_the_trainer": lambda folder: configure(
+        folder, base_model_name_or_path="C:\\Users\\me\\llava"),
+    "what_a_trainer_leaves": leave_files,
+    "language_model_alone": lambda folder: rewrite(
+        folder, rename=lambda name: name.replace("model.language_model.", "model.")),
+}  # fmt: skip
 
 
 def test_adapters_that_are_served(base, tmp_path):
     adapters, pefts = {}, {}
-    for seed, (case, change) in enumerate(SERVED.items()):
-        name = case.replace(" ", "_").replace("'", "")
+    for seed, (name, change) in enumerate(SERVED.items()):
         folder = tmp_path / name
         make_adapter(folder, base, seed=seed, rank=4, targets=r".*language_model.*(q|up)_proj")
         before = load_file(folder / WEIGHTS)
@@ -154,9 +149,8 @@ def test_adapters_that_are_served(base, tmp_path):
 
 
 def scores(change):
-    return lambda folder: rewrite(
-        folder, change=lambda name, t: change(t) if "score" in name else t
-    )
+    only = lambda name, t: change(t) if "score" in name else t  # noqa: E731
+    return lambda folder: rewrite(folder, change=only)
 
 
 CLASSIFIERS = [

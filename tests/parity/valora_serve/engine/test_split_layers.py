@@ -20,13 +20,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 @pytest.mark.parametrize(
     ("family", "how"),
-    [
-        ("qwen2_5_vl", "slora"),
-        ("qwen3_vl", "replicate_a"),
-        ("qwen2", "slora"),
-        ("mistral", "replicate_a"),
-    ],
-)
+    [("qwen2_5_vl", "slora"), ("qwen3_vl", "replicate_a"), ("qwen2", "slora"),
+     ("mistral", "replicate_a")],
+)  # fmt: skip
 def test_adapters_on_every_linear_of_other_architectures(family, how, tmp_path):
     base = str(FAMILIES[family](tmp_path / family, seed=3))
     part = rf"{LANGUAGE}|model\.layers.*\.(q|o)_proj"

@@ -43,9 +43,7 @@ from valora_serve.types import Mode, NewContext, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOLERANCE = 1e-5
-"""Relative Frobenius error of log probabilities against one process, in fp32."""
-
+TOLERANCE = 1e-5  # relative Frobenius error of log probabilities against one process, in fp32
 MODES = {"unmerged": unmerged, "merged": merged, "mixture": mixture}
 
 
@@ -58,11 +56,9 @@ def adapters(base, tmp_path_factory):
 def bundle(base, folder):
     """Domains with heads that read the last token, all visual tokens, or their places."""
     domains = {
-        "plates": DomainSpec("adapter-1", labels=["plate"], prompt="Find plates."),
-        "scene": DomainSpec(
-            "adapter-2", "classification", ["forest", "street"], prompt="Which scene?"
-        ),
-        "crowd": DomainSpec(None, "counting", ["0", "1", "2"], "visual_mean", "How many?"),
+        "plates": DomainSpec("adapter-1", labels=["plate"]),
+        "scene": DomainSpec("adapter-2", "classification", ["forest", "street"]),
+        "crowd": DomainSpec(None, "counting", ["0", "1", "2"], "visual_mean"),
     }
     return make_bundle(folder / "heads", base, name="heads", domains=domains, seed=1)
 
@@ -103,8 +99,7 @@ def assert_equal(found, wanted):
     assert found.keys() == wanted.keys()
     for name, want in wanted.items():
         got = found[name]
-        assert got.error is None, got.error
-        assert want.error is None, want.error
+        assert (got.error, want.error) == (None, None)
         assert got.tokens == want.tokens, name
         assert relative(values(got), values(want)) < TOLERANCE
 
@@ -177,10 +172,8 @@ def test_heads_answer_as_in_one_process(pair):
     ]  # fmt: skip
     wanted, found = (run(engine, asked) for engine in pair)
     for name, want in wanted.items():
-        assert want.error is None, want.error
-        got = found[name]
-        assert got.error is None, got.error
-        assert relative(got.last.head.logits, want.last.head.logits) < TOLERANCE
+        assert (found[name].error, want.error) == (None, None)
+        assert relative(found[name].last.head.logits, want.last.head.logits) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -190,11 +183,8 @@ def test_chance_is_the_leaders(pair):
     scored = SamplingParams(
         max_tokens=1, temperature=0.0, prompt_logprobs=2, logit_bias=((7, 1.5),), ignore_eos=True
     )
-    asked = [
-        question("drawn", "attention", sampling=drawn),
-        question("plain", "mlp"),
-        question("scored", "patterns", sampling=scored),
-    ]
+    asked = [question("drawn", "attention", sampling=drawn), question("plain", "mlp"),
+             question("scored", "patterns", sampling=scored)]  # fmt: skip
     wanted, found = (run(engine, asked) for engine in pair)
     assert tokens(found) == tokens(wanted)
     scores = [side["scored"].last for side in (wanted, found)]
@@ -203,8 +193,7 @@ def test_chance_is_the_leaders(pair):
         engine.merge_state.switch(Mode.UNMERGED, None)
         for key in sorted(engine.adapters.resident):
             engine.adapters.evict(engine.adapters._entries[key])
-    again = run(pair[1], asked)
-    assert tokens(again) == tokens(wanted)
+    assert tokens(run(pair[1], asked)) == tokens(wanted)
     assert_empty(pair[1])
 
 
@@ -250,13 +239,9 @@ def test_each_process_holds_its_part(pair):
     merged = [sum(len(w.pristine) for w in engine.lmm.linears.merged) for engine in pair]
     assert 2 * merged[1] == merged[0]
     if two.settings.lora_parallel == "slora":
-        bytes_of = [engine.adapters._entries for engine in pair]
-        for key in ("attention", "mlp"):
-            sizes = [
-                next(e.host_bytes for name, e in entries.items() if name.startswith(key))
-                for entries in bytes_of
-            ]
-            assert sizes[1] <= 0.75 * sizes[0]
+        sizes = [{k: e.host_bytes for k, e in one.adapters._entries.items()} for one in pair]
+        for key in (key for key in sizes[0] if key.startswith(("attention", "mlp"))):
+            assert sizes[1][key] <= 0.75 * sizes[0][key]
 
 
 @pytest.mark.slow

@@ -105,17 +105,10 @@ def test_any_set_of_domains_answers_as_alone(bundle, options, image_first):
     pictures = [noise(50, 70, 1), noise(96, 96, 2)]
     wanted = {}
 
+    names = st.lists(st.sampled_from(list(DOMAINS)), min_size=1, max_size=9, unique=True)
+
     @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(
-        st.lists(
-            st.tuples(
-                st.lists(st.sampled_from(list(DOMAINS)), min_size=1, max_size=9, unique=True),
-                st.integers(0, 1),
-            ),
-            min_size=1,
-            max_size=2,
-        )
-    )
+    @given(st.lists(st.tuples(names, st.integers(0, 1)), min_size=1, max_size=2))
     def check(looks):
         found = {}
         for n, (names, at) in enumerate(looks):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from peft.tuners.lora import LoraLayer
 
-from tests.parity.valora_serve.engine.test_engine import Forced
+from tests.parity.valora_serve.engine.test_engine import Forced, mixed
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Reference,
@@ -17,7 +17,6 @@ from tests.support.engine_reference import (
     finish,
     key_of,
     make_engine,
-    noise,
     question,
     relative,
     run,
@@ -32,15 +31,12 @@ from tests.support.serve_helpers import (
 )
 from valora_serve.errors import RequestError, UnknownModelError
 from valora_serve.orchestrator.registry import POLICIES
-from valora_serve.types import Mode, Request, SamplingParams
+from valora_serve.types import Mode, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TOLERANCE = 1e-5
-"""Relative error of log probabilities, in fp32; measured 1e-6."""
+TOLERANCE = 1e-5  # relative error of log probabilities, in fp32; measured 1e-6
 TOP = 20
-
-Weights = tuple[tuple[str, float], ...]
 PAIR = (("attention", 0.7), ("mlp", -1.5))
 MIXES = [
     (), PAIR, (("mlp", 0.5),), (("patterns", 1.0),), (("attention", -2.0), ("patterns", 0.25)),
@@ -66,11 +62,8 @@ class WeightedReference(Reference):
 
     def __call__(self, request):
         key = (*key_of(replace(request, model=None)), request.adapters)
-        if key not in self._known:
-            self._known[key] = self._weighted(request)
-        return self._known[key]
-
-    def _weighted(self, request):
+        if key in self._known:
+            return self._known[key]
         layers = [m for m in self.model.modules() if isinstance(m, LoraLayer)]
         kept = [(layer, layer.get_base_layer().weight.data.clone()) for layer in layers]
         for name, weight in request.adapters:
@@ -78,11 +71,10 @@ class WeightedReference(Reference):
                 if name in layer.lora_A:
                     added = weight * layer.get_delta_weight(name)
                     layer.get_base_layer().weight.data += added
-        try:
-            return self._answer(replace(request, model=None))
-        finally:
-            for layer, weight in kept:
-                layer.get_base_layer().weight.data.copy_(weight)
+        self._known[key] = self._answer(replace(request, model=None))
+        for layer, weight in kept:
+            layer.get_base_layer().weight.data.copy_(weight)
+        return self._known[key]
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +82,16 @@ def reference(base, adapters):
     return WeightedReference(base, adapters)
 
 
-def asked(mixes, *, images=2, tokens=6):
-    """Requests with these adapters, with none, one or two images."""
-    greedy = SamplingParams(max_tokens=tokens, logprobs=TOP, ignore_eos=True)
-    words = ("What is this?", "Count all things, then tell me about them.", "Yes or no", "Why")
+def asked(mixes, *, images=True, tokens=6):
+    """Requests with these adapters, with none, one or two `images`."""
+    params = SamplingParams(max_tokens=tokens, logprobs=TOP, ignore_eos=True)
+    plain = mixed([None if n % 2 or not mix else mix[0][0] for n, mix in enumerate(mixes)])
+    if not images:
+        plain = [replace(one, images=[], messages=ask(f"Why {one.id}?")) for one in plain]
     return [
-        Request(
-            f"{number}", None if number % 2 or not mix else mix[0][0], mix,
-            ask(words[number % 4], images=number % (images + 1)),
-            images=[noise(30 + 7 * number, 40, 9 + i) for i in range(number % (images + 1))],
-            sampling=greedy,
-        )
-        for number, mix in enumerate(mixes)
-    ]  # fmt: skip
+        replace(one, id=f"{n}", adapters=mix, sampling=params)
+        for n, (one, mix) in enumerate(zip(plain, mixes, strict=True))
+    ]
 
 
 def check(found, requests, reference):
@@ -155,10 +144,9 @@ def test_strengths_in_mixture_mode(base, adapters, reference):
 @pytest.mark.parametrize(("slots", "pages"), [(2, 512), (8, 18)])
 def test_adapters_of_pairs_come_together(base, adapters, reference, slots, pages):
     """Beside others that evict them, where hardly more than two fit."""
-    engine = make_engine(
-        base, adapters, slots=slots, max_adapters=slots, pages=pages, max_requests=3
-    )
-    requests = asked([*MIXES, *MIXES[::-1]], images=0, tokens=3)
+    room = {"slots": slots, "max_adapters": slots, "pages": pages}
+    engine = make_engine(base, adapters, max_requests=3, **room)
+    requests = asked([*MIXES, *MIXES[::-1]], images=False, tokens=3)
     check(run(engine, requests, together=4), requests, reference)
     assert engine.adapters.loads > len(adapters)
     assert_empty(engine)
@@ -172,7 +160,7 @@ def test_cached_prompts_are_those_of_the_same_weights(base, adapters, reference)
     ]  # fmt: skip
     same = {1: 0, 6: 4, 7: 5}  # what is told in other words
     for number, mix in enumerate(mixes):
-        request = replace(asked([mix], images=0)[0], messages=ask("What is in this, and why?"))
+        request = replace(asked([mix], images=False)[0], messages=ask("What is in this, and why?"))
         found = run(engine, [request])
         check(found, [request], reference)
         usage = found[request.id].last.usage
@@ -191,12 +179,7 @@ def test_wrong_weights(base, adapters, tmp_path, reference):
         (None, (("attention", 1.0),) * 3, RequestError, "up to 2"),
         ("mlp", PAIR, RequestError, "the first of the adapters"),
         ("scene", PAIR, RequestError, "the first of the adapters"),
-        (
-            None,
-            (("scene", 1.0), ("mlp", 1.0)),
-            RequestError,
-            "scene takes no weight .* is no adapter",
-        ),
+        (None, (("scene", 1.0), ("mlp", 1.0)), RequestError, "scene takes no weight .* no adapter"),
         (None, ((base, 1.0), ("mlp", 1.0)), RequestError, "is no adapter"),
         (None, (("everything", 0.5),), RequestError, "it changes how images"),
         (None, (("mlp", 0.5), ("everything", 1.0)), RequestError, "it changes how images"),
@@ -216,7 +199,7 @@ def test_wrong_weights(base, adapters, tmp_path, reference):
 
 def test_both_adapters_of_a_pair_stay_until_it_ends(base, adapters, reference):
     engine = make_engine(base, adapters)
-    (request,) = asked([PAIR], images=0)
+    (request,) = asked([PAIR], images=False)
     engine.add(engine.prepare(request))
     found = {}
     collect(engine.step(), found)

@@ -6,12 +6,13 @@ from itertools import pairwise, product
 import pytest
 from transformers import AutoTokenizer
 
-from tests.parity.valora_serve.engine.test_engine import Forced, check
+from tests.parity.valora_serve.engine.test_engine import Forced
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Reference,
     ask,
     assert_empty,
+    check_answers,
     make_engine,
     noise,
     run,
@@ -118,7 +119,7 @@ def test_greedy_tokens_are_those_of_generate(family, base, adapters, reference, 
     requests = requests_of(family, [None, "all", "text"])
     engine = make_engine(base, adapters, fresh=True, chunk=chunk, policy=policy)
     found = run(engine, requests)
-    check(found, requests, reference)
+    check_answers(found, reference, *requests)
     answers = {tuple(got.tokens) for got in found.values()}
     assert len(answers) == len(requests)  # every prompt and every adapter makes a difference
     assert_empty(engine)

@@ -15,22 +15,13 @@ from valora_serve.routing.routers import ROUTERS
 ADAPTERS = [f"adapter-{i}" for i in range(30)]
 names = st.sampled_from(ADAPTERS)
 some = st.frozensets(names, max_size=8)
-states = st.builds(
-    ReplicaState,
-    id=st.uuids().map(str),
-    load=st.integers(0, 200) | st.floats(0, 200),
-    resident=some,
-    recent=some,
-)
+loads = st.integers(0, 200) | st.floats(0, 200)
+states = st.builds(ReplicaState, st.uuids().map(str), loads, resident=some, recent=some)
 fleets = st.lists(states, max_size=8, unique_by=lambda r: r.id)
 settings = st.builds(
-    RouterSettings,
-    bound=st.floats(1.01, 3),
-    excess=st.floats(0.1, 30),
-    slack=st.floats(0, 20),
-    choices=st.integers(1, 9),
-    seed=st.integers(0, 9),
-)
+    RouterSettings, bound=st.floats(1.01, 3), excess=st.floats(0.1, 30), slack=st.floats(0, 20),
+    choices=st.integers(1, 9), seed=st.integers(0, 9),
+)  # fmt: skip
 routers = pytest.mark.parametrize("name", ROUTERS)
 
 
@@ -82,11 +73,8 @@ def test_affinity_prefers_replicas_that_hold_the_adapter(fleet, adapter):
     loads = [r.load for r in fleet]
     mean = (sum(loads) + 1) / max(1, len(loads))
     cap = max(8, min(1.25 * mean, mean + 16))
-    warm = [
-        2 if adapter in by[key].resident else 1 if adapter in by[key].recent else 0
-        for key in ranked
-        if by[key].load < cap
-    ]
+    below = [by[key] for key in ranked if by[key].load < cap]
+    warm = [2 * (adapter in one.resident) or (adapter in one.recent) for one in below]
     assert warm == sorted(warm, reverse=True)
 
 
@@ -176,10 +164,7 @@ def test_processes_agree_on_the_order():
     )
     fleet = [ReplicaState(f"r{i}", 0) for i in range(5)]
     here = [ROUTERS["affinity"]().rank(f"a{i}", fleet) for i in range(20)]
-    there = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True
-    ).stdout
-    assert there.strip() == str(here)
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == str(here)
     assert len({order[0] for order in here}) == 5
 
 

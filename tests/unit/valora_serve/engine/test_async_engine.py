@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support.engine_reference import (
     collect,
     make_engine,
     question,
+    until,
     with_client,
 )
 from valora_serve.engine import async_engine
@@ -34,14 +36,6 @@ async def outputs_of(engine, request):
     return found[request.id]
 
 
-async def until(done):
-    for _ in range(500):
-        if done():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it has not come to that")
-
-
 def served(base, adapters, body, **settings):
     """Run a coroutine with an engine behind an event loop, then close the engine."""
     inner = make_engine(base, adapters, **settings)
@@ -58,7 +52,7 @@ def test_an_answer_that_is_not_streamed_comes_at_its_end(base, adapters, monkeyp
 
     monkeypatch.setattr(async_engine, "_put", counted)
 
-    async def body(engine, _):
+    async def body(engine, inner):
         streamed = question("streamed", "a", tokens=6)
         whole = replace(streamed, id="whole", stream=False)
         one, other = await asyncio.gather(outputs_of(engine, streamed), outputs_of(engine, whole))
@@ -69,7 +63,7 @@ def test_an_answer_that_is_not_streamed_comes_at_its_end(base, adapters, monkeyp
         # What ends early is told as well: with the outputs until then.
         long = replace(question("long", "a", tokens=200), stream=False)
         asked = asyncio.create_task(outputs_of(engine, long))
-        while not await engine.cancel("long"):  # not begun
+        while not await engine._do(partial(inner.cancel, "long")):  # not begun
             await asyncio.sleep(0.01)
         assert (await asked).last.finish is Finish.CANCELLED
 
@@ -78,12 +72,11 @@ def test_an_answer_that_is_not_streamed_comes_at_its_end(base, adapters, monkeyp
 
 def test_errors_come_as_outputs(base, adapters):
     async def body(engine, inner):
-        got = await outputs_of(engine, question("x", "nobody"))
-        assert isinstance(got.error, UnknownModelError)
-        got = await outputs_of(engine, question("x", tokens=0))
-        assert isinstance(got.error, RequestError)
-        got = await outputs_of(engine, Request("x", messages=ask("y"), images=["no image"]))
-        assert isinstance(got.error, ServeError)
+        for kind, wrong in (
+            (UnknownModelError, question("x", "nobody")), (RequestError, question("x", tokens=0)),
+            (ServeError, Request("x", messages=ask("y"), images=["no image"])),
+        ):  # fmt: skip
+            assert isinstance((await outputs_of(engine, wrong)).error, kind)
         both = await asyncio.gather(*(outputs_of(engine, question("same")) for _ in range(2)))
         assert sorted(str(one.finish) for one in both) == ["error", "length"]
         with pytest.raises(UnknownModelError):
@@ -138,8 +131,7 @@ def test_closing_the_iterator_cancels(base, adapters):
                 break
             assert "in use" in str(got.error)
             await asyncio.sleep(0.002)
-        assert got.finish is Finish.LENGTH
-        assert len(got.tokens) == 6
+        assert (got.finish, len(got.tokens)) == (Finish.LENGTH, 6)
         assert inner.stats().finished["cancelled"] == 1
         task = asyncio.create_task(outputs_of(engine, replace(long, id="task")))
         await asyncio.sleep(0.05)
@@ -149,7 +141,6 @@ def test_closing_the_iterator_cancels(base, adapters):
         # The engine's thread counts it first, and frees the id when its output is delivered.
         await until(lambda: not engine._queues)
         assert inner.stats().finished["cancelled"] == 2
-        assert await engine.cancel("task") is False
         assert_empty(inner)
 
     served(base, adapters, body, overlap=True)
@@ -172,8 +163,7 @@ def test_a_failure_of_the_engine_fails_everybody(base, adapters, books):
         inner.runner.step = fails
         for stream in streams:
             last = [output async for output in stream][-1]
-            assert last.finish is Finish.ERROR
-            assert isinstance(last.error, StoppedError)
+            assert last.finish is Finish.ERROR and isinstance(last.error, StoppedError)
             assert "device lost" in str(last.error)
         await until(lambda: not engine.healthy)
         got = await outputs_of(engine, question("late"))
@@ -181,7 +171,7 @@ def test_a_failure_of_the_engine_fails_everybody(base, adapters, books):
         with pytest.raises(StoppedError):
             await engine.load_adapter("x", adapters["a"])
         with pytest.raises(StoppedError):
-            await engine.cancel("x")
+            await engine.unload("adapter", "x")
         inner.requests.waiting.clear()
         inner.requests.running.clear()
         inner._take()

@@ -37,7 +37,7 @@ from valora_serve.errors import (
 )
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
-from valora_serve.types import Finish, Request, SamplingParams
+from valora_serve.types import Finish, Request
 
 
 def test_prompts_that_do_not_fit(base, reference):
@@ -92,7 +92,7 @@ def test_cancelled(base, reference, scene, kind, when):
     engine = make_engine(base, chunk=10, overlap=overlap, policy="valora")
     one = question("one")
     if kind == "image":
-        one = replace(one, token_ids=None, messages=ask("Look", images=1), images=[noise(9, 9, 1)])
+        one = about("one", noise(9, 9, 1))
     if kind == "head":
         engine.load(scene)
         one = replace(one, model="scene")
@@ -101,13 +101,10 @@ def test_cancelled(base, reference, scene, kind, when):
     found = {}
     for _ in range(steps):
         collect(engine.step(), found)
-    over = one.id in found and found[one.id].finish is not None
-    assert engine.cancel("one") is not over
-    assert engine.cancel("one") is False
-    assert engine.cancel("nobody") is False
+    over = "one" in found and found["one"].finish is not None
+    assert [engine.cancel(name) for name in ("one", "one", "nobody")] == [not over, False, False]
     other = question("two")
-    again = replace(other, id="one")
-    add_requests(engine, again)
+    add_requests(engine, replace(other, id="one"))
     seen = {}
     collect(engine.step(), seen)
     if not over:
@@ -124,15 +121,13 @@ def test_deadlines(base, reference, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     engine = make_engine(base, policy="unmerge_only")
-    soon, later, never = (
-        question("soon", deadline=2.0), question("later", deadline=50.0), question("never")
-    )  # fmt: skip
+    soon, later = question("soon", deadline=2.0), question("later", deadline=50.0)
+    never = question("never")
     add_requests(engine, soon, later, never)
     found = {}
     collect(engine.step(), found)
     now[0] += 3.0
     collect(engine.step(), found)
-    assert found["soon"].finish is Finish.ERROR
     assert isinstance(found["soon"].error, DeadlineError)
     check_answers(finish(engine, found), reference, later, never)
     # Another request of the same id has nothing to do with the old one's deadline.
@@ -156,14 +151,12 @@ def test_a_deadline_steers_the_policy(base, reference, monkeypatch, policy, over
     long = [question("one", tokens=60), question("two", tokens=60)]
     soon = question("soon", tokens=5, deadline=0.2)
     add_requests(engine, *long)
-    found = {}
-    for step in range(200):
+    found, step = {}, 0
+    while engine.busy and step < 200:
         if step == 4:
             add_requests(engine, soon)
         collect(engine.step(), found)
-        now[0] += 0.008
-        if not engine.busy:
-            break
+        now[0], step = now[0] + 0.008, step + 1
     check_answers(found, reference, *long, soon)
     assert engine.stats().preemptions == 1
     assert_empty(engine)
@@ -175,26 +168,15 @@ def test_what_policies_are_told_of_limits_and_arrivals(base, scene, monkeypatch)
     limits = PolicySettings(latency_limits={"scene": 3.0})
     engine = make_engine(base, max_requests=1, policy="slora", policy_settings=limits)
     engine.load(scene)
-    views = []
-    decide = engine.policy.decide
-
-    def recorded(view):
-        views.append(view)
-        return decide(view)
-
-    monkeypatch.setattr(engine.policy, "decide", recorded)
-    asked = [question(f"{n}", tokens=2) for n in range(20)]
-    asked[9] = replace(asked[9], deadline=50.0)
-    asked[10] = replace(asked[10], model="scene", deadline=70.0)
-    asked[11] = replace(asked[11], model="scene", deadline=2.0)
-    add_requests(engine, *asked)
+    views, decide = [], engine.policy.decide
+    monkeypatch.setattr(engine.policy, "decide", lambda view: views.append(view) or decide(view))
+    more = {9: {"deadline": 50.0}, 10: {"model": "scene", "deadline": 70.0},
+            11: {"model": "scene", "deadline": 2.0}}  # fmt: skip
+    add_requests(engine, *(question(f"{n}", tokens=2, **more.get(n, {})) for n in range(20)))
     collect(engine.step(), {})
-    first = views[0]
-    assert [r.id for r in first.waiting] == ["0", "1", "2", "3", "10", "11", "18", "19"]
-    told = {r.id: r.latency_limit for r in first.waiting}
-    assert told["10"] == pytest.approx(3.0)
-    assert told["11"] == pytest.approx(2.0)
-    assert told["0"] is None
+    told = {r.id: r.latency_limit for r in views[0].waiting}
+    assert list(told) == ["0", "1", "2", "3", "10", "11", "18", "19"]
+    assert (told["10"], told["11"], told["0"]) == (pytest.approx(3), pytest.approx(2), None)
     finish(engine)
     assert sum(len(view.arrived or ()) for view in views) == 20
 
@@ -205,17 +187,13 @@ PLACES = [(name, 1 + n % 2 * 2) for n, name in enumerate(sorted(POLICIES))]
 @pytest.mark.parametrize(("policy", "places"), others_slow(PLACES[::3], PLACES))
 def test_requests_that_hold_all_places_and_wait_to_be_read(base, adapters, policy, places):
     """All end in the same step, while others wait, some of them with a deadline."""
-    engine = make_engine(
-        base, {"a": adapters["a"]}, policy=policy, overlap=True, max_requests=places
-    )
-    more = [{}, {"deadline": 500.0}]
+    options = {"policy": policy, "overlap": True, "max_requests": places}
+    engine, more = make_engine(base, {"a": adapters["a"]}, **options), [{}, {"deadline": 500.0}]
     asked = [question(f"q{n}", "a", tokens=5, **more[n % 2]) for n in range(4 * places)]
-    switches = engine.merge_state.switches
     found = run(engine, asked)
-    assert [found[one.id].error for one in asked] == [None] * len(asked)
-    assert {len(found[one.id].tokens) for one in asked} == {5}
+    assert {(found[one.id].error, len(found[one.id].tokens)) for one in asked} == {(None, 5)}
     if not policy.startswith("algorithm1"):  # which may wait unmerged
-        assert engine.merge_state.switches - switches <= 1
+        assert engine.merge_state.switches <= 1
     assert_empty(engine)
 
 
@@ -237,11 +215,7 @@ def test_requests_that_have_waited_too_long_take_turns(base, adapters, policy, r
     )  # fmt: skip
     asked = [question(f"q{n}", "abc"[n % 3]) for n in range(6)]
     add_requests(engine, *asked)
-    found = {}
-    for _ in range(300):
-        collect(engine.step(), found)
-    assert not engine.busy
-    assert all(found[one.id].finish is not None for one in asked)
+    finish(engine, steps=300)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +224,6 @@ def test_requests_that_have_waited_too_long_take_turns(base, adapters, policy, r
         (Engine, {"device": "banana"}, "device banana cannot be used"),
         (Engine, {"adapter_share": 0.99, "pages": 10}, "leaves too few for keys and values"),
         (None, {"policy_settings": PolicySettings(fair=True)}, "set with share_by"),
-        (None, {"operator": "sgmv"}, "operator: expected one of .*atmm.*, got sgmv"),
         (None, {"switch": "slow"}, "switch: expected one of swift, by_matrix, got slow"),
         (None, {"adapter_share": 1.0}, r"adapter_share: expected a share in \[0, 1\), got 1.0"),
         (None, {"quantize": "fp8", "tensor_parallel": 2},
@@ -297,23 +270,23 @@ def test_fewer_places_than_adapters(base, adapters, reference, policy, slots):
     assert_empty(engine)
 
 
-SALTS = (None, "a", "b")
+def about(name, *images, **more):
+    """A request about images."""
+    asked = {"token_ids": None, "messages": ask("Look", images=len(images)), "images": images}
+    return replace(question(name), **asked | more)
 
 
 @pytest.mark.parametrize("together", [False, True])
 def test_only_requests_of_one_salt_share_prompts_and_images(base, together):
     """Two requests of each salt with the same image, one after the other or all in one step."""
     engine = make_engine(base, policy="unmerge_only", block_size=4)
-    asked = [
-        replace(question(f"{salt}{n}"), cache_salt=salt, token_ids=None, images=[noise(20, 20, 1)],
-                messages=ask("Look at this", images=1))
-        for n in range(2) for salt in SALTS
-    ]  # fmt: skip
+    salts, picture = (None, "a", "b"), noise(20, 20, 1)
+    asked = [about(f"{salt}{n}", picture, cache_salt=salt) for n in range(2) for salt in salts]
     found = {}
     for requests in [asked] if together else [[one] for one in asked]:
         add_requests(engine, *requests)
         finish(engine, found)
-    assert engine.images.encoded == len(SALTS)
+    assert engine.images.encoded == len(salts)
     for name, got in found.items():
         usage = got.last.usage
         assert (usage.cached > 0) == (name.endswith("1") and not together), name
@@ -323,18 +296,9 @@ def test_only_requests_of_one_salt_share_prompts_and_images(base, together):
 
 @pytest.mark.parametrize("error", [RuntimeError, TypeError, MemoryError])
 def test_an_image_that_the_encoder_cannot_encode(base, error, monkeypatch, caplog):
-    engine = make_engine(base, policy="unmerge_only")
-    reference = Reference(base, {})
-    requests = [
-        replace(
-            question(f"{n}"), token_ids=None, messages=ask("Look", images=n % 3),
-            images=[noise(20, 20, n + i) for i in range(n % 3)],
-        )
-        for n in range(5)
-    ]  # fmt: skip
-    bad = replace(
-        requests[2], id="bad", images=[noise(20, 20, 2), noise(20, 20, 77)]
-    )  # one of them is also another's
+    engine, reference = make_engine(base, policy="unmerge_only"), Reference(base, {})
+    requests = [about(f"{n}", *(noise(20, 20, n + i) for i in range(n % 3))) for n in range(5)]
+    bad = about("bad", noise(20, 20, 2), noise(20, 20, 77))  # one of them is also another's
     prepared = engine.prepare(bad)
     wrong = prepared.prompt.visuals[1].tensors["pixel_values"]
     encode = engine.runner.encode
@@ -351,17 +315,13 @@ def test_an_image_that_the_encoder_cannot_encode(base, error, monkeypatch, caplo
     found = finish(engine)
     assert isinstance(found["bad"].error, ImageError)
     assert str(found["bad"].error).startswith("image 2 cannot be encoded")
-    tracebacks = [record for record in caplog.records if record.exc_info]
-    groups = [record for record in tracebacks if "together failed" in record.getMessage()]
-    assert tracebacks == groups
-    assert groups
-    singles = [r.getMessage() for r in caplog.records if "cannot be encoded" in r.getMessage()]
-    assert len(singles) == 1
-    assert "request bad" in singles[0]
+    tracebacks = [record.getMessage() for record in caplog.records if record.exc_info]
+    assert tracebacks and all("together failed" in said for said in tracebacks)
+    (single,) = (r.getMessage() for r in caplog.records if "cannot be encoded" in r.getMessage())
+    assert "request bad" in single
     check_answers(found, reference, *requests)
-    assert engine.images.held_bytes == sum(
-        one.embeddings.numel() * 4 for one in engine.images._kept.values()
-    )
+    held = sum(one.embeddings.numel() * 4 for one in engine.images._kept.values())
+    assert engine.images.held_bytes == held
     assert_empty(engine)
 
 
@@ -369,8 +329,7 @@ def test_the_image_cache_keeps_its_bound(base):
     one = 16 * 64 * 4  # bytes of an encoded image
     engine = make_engine(base, image_cache_bytes=2 * one + 1, prefix_cache=False)
     for n in (1, 2, 1, 3, 1, 2):
-        asked = Request(f"{n}", messages=ask("Look", images=1), images=[noise(20, 20, n)],
-                        sampling=SamplingParams(max_tokens=1))  # fmt: skip
+        asked = about(f"{n}", noise(20, 20, n))
         run(engine, [asked])
         assert engine.images.held_bytes == len(engine.images._kept) * one <= 2 * one
     assert engine.stats().image_hits == 2  # the least recently used one goes
@@ -383,12 +342,7 @@ def test_the_image_cache_keeps_its_bound(base):
 def test_cached_images_keep_no_others_in_memory(base):
     """Images that are encoded together lie in one tensor."""
     engine = make_engine(base, policy="unmerge_only", image_cache_bytes=1 << 30)
-    asked = [
-        replace(question(f"{n}"), token_ids=None, messages=ask("Look", images=1),
-                images=[noise(20, 20, n)])
-        for n in range(4)
-    ]  # fmt: skip
-    run(engine, asked)
+    run(engine, [about(f"{n}", noise(20, 20, n)) for n in range(4)])
     kept = list(engine.images._kept.values())
     assert len(kept) == 4
     held = {one.embeddings.untyped_storage().data_ptr(): one.embeddings for one in kept}

@@ -69,35 +69,31 @@ class Only:
         assert token == self._tokens.pop(0)
 
 
+def constrained(name, constraint, **options):
+    sampling = SamplingParams(**{"max_tokens": 9, "constraint": constraint} | options)
+    return replace(question(name), sampling=sampling)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_constraints_and_min_tokens(base, reference, overlap):
     engine = make_engine(base, overlap=overlap)
     end = min(engine.lmm.stop_ids)
     beside = question("beside")
 
-    def constrained(name, tokens, **options):
-        sampling = SamplingParams(max_tokens=9, constraint=Only(tokens), **options)
-        return replace(question(name), sampling=sampling)
-
-    asked = [
-        constrained("greedy", [11, 12, end]),
-        constrained("drawn", [13, end], temperature=1.0, seed=1),
-        constrained("early", [14, end], min_tokens=5),  # nothing else is allowed
-        beside,
-    ]
-    found = run(engine, asked)
+    asked = {
+        "greedy": ([11, 12, end], {}), "drawn": ([13, end], {"temperature": 1.0, "seed": 1}),
+        "early": ([14, end], {"min_tokens": 5}),  # nothing else is allowed
+    }  # fmt: skip
+    requests = [constrained(name, Only([*ids]), **more) for name, (ids, more) in asked.items()]
+    found = run(engine, [*requests, beside])
     check_answers(found, reference, beside)
-    assert found["greedy"].tokens == [11, 12, end]
-    assert found["drawn"].tokens == [13, end]
-    assert found["early"].tokens == [14, end]
+    assert all(found[name].tokens == ids for name, (ids, _) in asked.items())
     assert found["greedy"].finish is Finish.STOP
     one = question("one", tokens=8)
-    wanted = reference(one).tokens
-    engine.lmm.stop_ids = frozenset(wanted[1:3])
+    engine.lmm.stop_ids = frozenset(reference(one).tokens[1:3])
     sampling = SamplingParams(max_tokens=8, min_tokens=4)
-    found = run(engine, [replace(one, sampling=sampling)])
-    assert len(found["one"].tokens) >= 5
-    assert not set(found["one"].tokens[:4]) & engine.lmm.stop_ids
+    got = run(engine, [replace(one, sampling=sampling)])["one"]
+    assert len(got.tokens) >= 5 and not set(got.tokens[:4]) & engine.lmm.stop_ids
     assert_empty(engine)
 
 
@@ -105,22 +101,15 @@ def test_constraints_and_min_tokens(base, reference, overlap):
 def test_a_constraint_decides_where_its_answer_ends(base, options):
     engine = make_engine(base)
     end = min(engine.lmm.stop_ids)
-    sampling = SamplingParams(**{"max_tokens": 9, "constraint": Only([11, 12, end])} | options)
-    found = run(engine, [replace(question("one"), sampling=sampling)])["one"]
-    assert found.tokens == [11, 12, end]
-    assert found.finish is Finish.STOP
+    found = run(engine, [constrained("one", Only([11, 12, end]), **options)])["one"]
+    assert (found.tokens, found.finish) == ([11, 12, end], Finish.STOP)
 
 
 def test_a_stop_text_that_cuts_constrained_text_is_an_error(base):
     engine = make_engine(base)
-    tokens = engine.lmm.tokenizer("a red star")["input_ids"]
-    sampling = SamplingParams(
-        max_tokens=9, constraint=Only([*tokens, min(engine.lmm.stop_ids)]), stop=("ed",)
-    )
-    found = run(engine, [replace(question("one"), sampling=sampling)])["one"]
-    assert found.finish is Finish.ERROR
-    assert isinstance(found.error, RequestError)
-    assert "stop text" in str(found.error)
+    words = Only([*engine.lmm.tokenizer("a red star")["input_ids"], min(engine.lmm.stop_ids)])
+    found = run(engine, [constrained("one", words, stop=("ed",))])["one"]
+    assert isinstance(found.error, RequestError) and "stop text" in str(found.error)
     assert_empty(engine)
 
 
@@ -142,10 +131,9 @@ def test_stop_texts_count_where_a_constraint_says_so(base):
     for bound, text in enumerate(["", "red ", "red red ", "red red red"]):
         free = [number >= bound for number, word in enumerate(words) for _ in word]
         tokens = [*(token for word in words for token in word), min(engine.lmm.stop_ids)]
-        sampling = SamplingParams(
-            max_tokens=30, constraint=Says(tokens, [*free, True]), stop=("red", "d r")
-        )
-        found = run(engine, [replace(question("one"), sampling=sampling)])["one"]
+        says = Says(tokens, [*free, True])
+        asked = constrained("one", says, max_tokens=30, stop=("red", "d r"))
+        found = run(engine, [asked])["one"]
         assert (found.finish, found.text) == (Finish.STOP, text)
     assert_empty(engine)
 
@@ -166,18 +154,12 @@ class Slow(Only):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_slow_masks_delay_only_themselves(base, reference, overlap, monkeypatch):
     monkeypatch.setattr("valora_serve.engine.engine.MASK_SECONDS", 0.01)
-    engine = make_engine(base, overlap=overlap)
-    calls = []
-    steps = []
-    beside = question("beside", tokens=6)
-    asked = [beside]
+    engine, beside = make_engine(base, overlap=overlap), question("beside", tokens=6)
+    calls, steps, found = [], [], {}
+    add_requests(engine, beside)
     for name, seconds in (("slow 1", 0.03), ("slow 2", 0.03), ("slow 3", 0.03), ("quick", 0.0)):
-        sampling = SamplingParams(
-            max_tokens=4, constraint=Slow([11, 12, 13, 14], name, calls, seconds)
-        )
-        asked.append(replace(question(name), sampling=sampling))
-    add_requests(engine, *asked)
-    found = {}
+        slow = Slow([11, 12, 13, 14], name, calls, seconds)
+        add_requests(engine, constrained(name, slow, max_tokens=4))
     while engine.busy:
         calls.clear()
         collect(engine.step(), found)

@@ -96,14 +96,6 @@ def test_a_change_that_fails_ends_once_none_makes_it_any_more():
     assert board.state() == old
 
 
-def test_a_state_that_cannot_be_written_is_not_taken(tmp_path):
-    board = Board(str(tmp_path / "f" / "s.json"))
-    (tmp_path / "f").write_text("no folder")
-    asyncio.run(board.lock("x"))
-    assert isinstance(asyncio.run(board.change("x", SavedState(adapters={"a": "/a"}))), OSError)
-    assert board.state() == SavedState()
-
-
 def test_replicas_that_are_silent_or_leave_are_forgotten():
     clock = Clock()
     board = Board(None, clock)

@@ -95,22 +95,18 @@ def test_requests_and_answers_are_passed_on_as_they_are():
                     "content-type": "application/json", "host": "valora.example",
                     "x-request-id": "abc"}  # fmt: skip
             got = await client.post("/v1/a%20b?c=%2F", content=b'{"model":"x"}', headers=sent)
-            assert (got.status_code, got.content, got.headers["x-request-id"]) == (
-                200, b"{ }", "abc",
-            )  # fmt: skip
-            assert "x-valora-facts" not in got.headers
+            assert (got.status_code, got.content) == (200, b"{ }")
+            assert got.headers["x-request-id"] == "abc" and "x-valora-facts" not in got.headers
         ((line, headers),) = one.heads
         assert line == "POST /v1/a%20b?c=%2F HTTP/1.1"
         assert one.bodies == [b'{"model":"x"}']
-        assert headers["host"] == "valora.example"
-        assert headers["authorization"] == f"Bearer {KEY}"
-        assert headers["x-request-id"] == "abc"
+        for name in ("host", "authorization", "x-request-id"):
+            assert headers[name] == sent[name]
         assert "te" not in headers
         secret, told = headers["x-valora-front"].split("secret ")
         told = json.loads(told)
-        assert secret == "its "
+        assert (secret, told["scheme"]) == ("its ", "http")
         assert told["client"][0] == told["server"][0] == "127.0.0.1"
-        assert told["scheme"] == "http"
         assert told["state"] == {"counts": True, "facts": {}}
 
     run(case())
@@ -133,8 +129,7 @@ def test_a_request_goes_to_another_replica_if_its_own_has_died():
         assert [len(one.heads) for one in (dies, lives)] == [2, 2], "though reports came meanwhile"
         async with fronted(Replica(None, None)) as (client, _):
             lost = await client.get("/v1/models")
-            assert lost.status_code == 503
-            assert "ask again" in lost.json()["error"]["message"]
+            assert lost.status_code == 503 and "ask again" in lost.text
         async with fronted(None) as (client, front):
             assert "No replica answers" in (await client.get("/ready")).text
             front.update([])
@@ -145,9 +140,8 @@ def test_a_request_goes_to_another_replica_if_its_own_has_died():
 
 @pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
 def test_an_answer_that_breaks_off_ends_with_an_error(kind):
-    begun = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: %b\r\n\r\n" % (
-        kind.encode()
-    )
+    begun = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"
+    begun += f"content-type: {kind}\r\n\r\n".encode()
 
     async def case():
         one, other = Replica(begun + b"6\r\ndata: \r\n"), Replica(answer())
@@ -204,10 +198,8 @@ def test_an_adapter_has_its_replicas_and_load_counts():
 
 def test_answers_tell_a_newer_load_than_reports():
     async def case():
-        async with fronted(Replica(answer(b"{}", b"x-valora-load: 7"), answer())) as (
-            client,
-            front,
-        ):
+        one = Replica(answer(b"{}", b"x-valora-load: 7"), answer())
+        async with fronted(one) as (client, front):
             reports = [replace(one, load=2) for one in front._replicas.values()]
             assert "x-valora-load" not in (await client.get("/ready")).headers
             while front._load["r0"] == 7:
@@ -273,9 +265,8 @@ def test_what_each_replica_has_loaded_on_request(method, path, one, two, found):
             assert {model["id"]: model["state"] for model in got.json()["data"]} == found
         assert [one.bodies for one in replicas] == [[b"x" * (method == "POST")]] * 2
         told = [one.heads[0][1]["x-valora-front"].split("secret ")[1] for one in replicas]
-        assert [json.loads(one)["state"]["counts"] for one in told] == [True, False], (
-            "rate limits count it once"
-        )
+        counts = [json.loads(one)["state"]["counts"] for one in told]
+        assert counts == [True, False], "rate limits count it once"
 
     run(case())
 
@@ -287,8 +278,7 @@ def test_a_replica_that_hangs_is_left_out_of_pages_of_all(monkeypatch):
         page = answer(b"# HELP a A.\n# TYPE a counter\na 1\n")
         async with fronted(Replica(page), Replica(b"")) as (client, _):
             said = await client.get("/metrics")
-        assert said.status_code == 200
-        assert 'a{replica="r0",} 1' in said.text
+        assert said.status_code == 200 and 'a{replica="r0",} 1' in said.text
 
     run(case())
 

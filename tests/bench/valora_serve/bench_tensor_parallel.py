@@ -92,8 +92,7 @@ def measure(given: argparse.Namespace) -> None:
         for rows in given.batches:
             for distinct in sorted({0, min(rows, ADAPTERS)}):
                 shares = [(given.context, 1)] * rows
-                step = make_step(engine, Mode.UNMERGED, None, distinct, shares)
-                if step is not None:
+                if (step := make_step(engine, Mode.UNMERGED, None, distinct, shares)) is not None:
                     found[f"{rows}/{distinct}"] = step_ms(engine, step[1])
                     if given.kernels:
                         print_kernels(engine, step[1], f"{rows} rows, {distinct} adapters")

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from valora_serve import errors
 from valora_serve.server.access.guard import JSON, Rules, rules_of
 from valora_serve.server.errors import invalid
+from valora_serve.server.gather import until_disconnect
 from valora_serve.server.settings import ServerSettings
 
 LARGE_BYTES = 2**16
@@ -52,10 +53,11 @@ class Route(APIRoute):
             body = await context.bodies.read(request, rules)
             if self.body_field is None:
                 request._body = body
-                return await handle(request)
+                return await until_disconnect(request.receive, handle(request))
             parsing = context.bodies.parsed(body, declared)
             del body  # it is freed as soon as it is parsed
-            return await handle(_ParsedRequest(request, await parsing))
+            request = _ParsedRequest(request, await parsing)
+            return await until_disconnect(request.receive, handle(request))
 
         return checked
 

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valora_serve.errors import OverloadedError, RequestError
-from valora_serve.server import schema_worker
-from valora_serve.server.schema_worker import first_line
+from valora_serve.server import json_schema
+from valora_serve.server.json_schema import first_line
 from valora_serve.server.telemetry.logs import LOG
 from valora_serve.types import EngineClient
 
@@ -72,17 +72,15 @@ class Grammars:
     def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self._tokenizer: Any = None
-        self._was_read = False
         self._known: OrderedDict[str, _Known] = OrderedDict()  # by the grammar's text
         self._waiting: Counter[tuple[str, str]] = Counter()  # requests by client and grammar
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "schema")
-        self._process = schema_worker.process()
+        self._process = json_schema.process()
 
     def read(self) -> None:
         """Read the engine's tokenizer; this holds up all threads for seconds, so do it at start."""
-        self._was_read = True
         self._tokenizer = read_tokenizer(self._engine.tokenizer)
         if self._tokenizer is None and self._engine.tokenizer is not None:
             LOG.warning(
@@ -149,10 +147,10 @@ class Grammars:
     def _rules(self, key: str) -> str:
         """Return the rules of a grammar, which a process of its own has compiled."""
         try:
-            compiling = self._process.submit(schema_worker.compiled, key)
+            compiling = self._process.submit(json_schema.compiled, key)
         except BrokenProcessPool:  # it has ended: by the grammar before, or while it was idle
-            self._process = schema_worker.process()
-            compiling = self._process.submit(schema_worker.compiled, key)
+            self._process = json_schema.process()
+            compiling = self._process.submit(json_schema.compiled, key)
         try:
             return compiling.result()
         except BrokenProcessPool as error:
@@ -162,16 +160,13 @@ class Grammars:
 
     def _compile(self, grammar: Grammar, key: str) -> _Known:
         """Make the matcher of a grammar, which is tried; refused if that fails."""
-        if not self._was_read:
-            self.read()
         if self._tokenizer is None:
             raise RequestError(
                 "The base model's tokenizer takes no JSON schema: leave out response_format and "
                 "tools"
             )
         rules = self._rules(key)
-        matcher = schema_worker.matcher_of(rules, self._tokenizer)
-        known = _Known("", matcher)
+        known = _Known("", json_schema.matcher_of(rules, self._tokenizer), rules)
         GrammarConstraint(known, grammar).may()
         for begin in grammar.begins:
             for first in ('{[,"}]0', '"}]0,{['):  # the longest answer, and the shortest
@@ -179,7 +174,7 @@ class Grammars:
                 for token in self._tokenizer.tokenize_str(begin):
                     trial.advance(token)
                 self._try(trial, first, TRIAL_SECONDS / len(grammar.begins))
-        return _Known("", matcher, rules)
+        return known
 
     def _try(self, trial: GrammarConstraint, first: str, seconds: float) -> None:
         """Walk on in a grammar, by the `first` character allowed, to exceed its limits now."""
@@ -271,7 +266,7 @@ def _restored(rules: str, grammar: Grammar) -> GrammarConstraint:
     """Make a constraint in the engine's process from what the server's has compiled and tried."""
     known = _restorable.get(rules)
     if known is None or known.worn:
-        known = _Known("", schema_worker.matcher_of(rules, _tokenizer), rules)
+        known = _Known("", json_schema.matcher_of(rules, _tokenizer), rules)
         _restorable[rules] = known
         while len(_restorable) > REMEMBERED or sum(map(len, _restorable)) > MAX_CHARS:
             _restorable.popitem(last=False)

@@ -22,7 +22,6 @@ from valora_serve.server.api.domain_prompt import (
 )
 from valora_serve.server.api.requests import (
     Arrival,
-    answer_tokens,
     check_head,
     grammar_of,
     numbered,
@@ -51,7 +50,7 @@ def router(context: ServerContext) -> APIRouter:
         if unserved and body.model in bundles_of(context):
             return await _bundle_answer(context, request, body)
         chat = await begin(context, request, body)
-        return await common.respond(request, chat, stream=body.stream)
+        return await common.respond(chat, stream=body.stream)
 
     return routes
 
@@ -119,9 +118,9 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
         grammar = tools.grammar(grammar, strict=context.settings.strict_schemas)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs goes with logprobs: set logprobs, or leave it out")
+    limit = body.max_completion_tokens or body.max_tokens or model.max_tokens
     params = sampling(
-        body, context,
-        max_tokens=body.max_completion_tokens or body.max_tokens or answer_tokens(model, context),
+        body, context, max_tokens=limit or context.settings.answer_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
     messages, said = as_measured(model, body.messages, head=head, told=tools is not None)
@@ -131,30 +130,23 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
     )  # fmt: skip
     # First, as a schema that is refused costs no image.
     copies = await arrival.constrained(numbered(plain, body.n or 1), grammar)
-    pixels = http.state.stack.enter_context(context.media.pixels())
     told = tools.instruction() if tools else ""
-    turns, images, videos = await arrival.within(read_messages(messages, context, pixels, told))
-    # A head that finds boxes was measured with single images.
-    groups = [[one] for one in images] if head and model.boxes and not videos else [images]
-    frames = [len(video) for video in videos]
-    warnings += said
-    for group in groups:
-        warnings += check_measured_media(model, len(group), frames, head=head)
+    turns, images, videos = await arrival.within(read_messages(messages, arrival, told))
+    frames, sizes = [len(video) for video in videos], [image.size for image in images]
     parts: list[dict[str, Any]] = [{"messages": turns, "images": images, "videos": videos}]
-    if len(groups) > 1 and turns:  # the prompt with each of the images
+    if head and model.boxes and turns and len(images) > 1 and not videos:
+        # A head that finds boxes was measured with single images: the prompt with each of them.
         text = [part for part in turns[0]["content"] if part["type"] == "text"]
         turn = {"role": "user", "content": [*text, {"type": "image"}]}
-        parts = [{"messages": [turn], "images": group} for group in groups]
-    left = arrival.time_left()
+        parts = [{"messages": [turn], "images": [image]} for image in images]
+    warnings += said + check_measured_media(model, len(parts[0]["images"]), frames, head=head)
+    left, each = arrival.time_left(), len(parts)
     requests = [
         replace(copy, id=f"{copy.id}.{number}" if number else copy.id, deadline=left, **part)
         for copy in copies
         for number, part in enumerate(parts)
     ]
-    sizes, unique = [image.size for image in images], list(dict.fromkeys(warnings))
-    return Chat(
-        arrival, requests, body, plain.id, tools, each=len(groups), sizes=sizes, warnings=unique
-    )
+    return Chat(arrival, requests, body, plain.id, tools, each=each, sizes=sizes, warnings=warnings)
 
 
 @dataclass(eq=False)

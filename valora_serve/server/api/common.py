@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import pydantic_core
 from pydantic import BaseModel
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -58,11 +57,9 @@ def answer(body: BaseModel | bytes) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def respond(http: Request, made: Any, *, stream: bool | None) -> Response:
-    """An answer as events, or as JSON once it is complete, while its client stays."""
-    if stream:
-        return EventStream(made.events())
-    return answer(await until_disconnect(http.receive, made.json()))
+async def respond(made: Any, *, stream: bool | None) -> Response:
+    """An answer as events, or as JSON once it is complete."""
+    return EventStream(made.events()) if stream else answer(await made.json())
 
 
 @dataclass(eq=False)

@@ -1,8 +1,10 @@
-"""Endpoint ``/v1/completions``, OpenAI's text completions."""
+"""``/v1/completions`` and ``/v1/embeddings``: texts are completed, or embedded with images."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,25 +15,23 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from valora_serve import types
-from valora_serve.errors import RequestError
+from valora_serve.errors import RequestError, ServeError
 from valora_serve.server.access.guard import Access, allow
 from valora_serve.server.api import common, schema
 from valora_serve.server.api.domain_prompt import completion_warnings
 from valora_serve.server.api.requests import (
     Arrival,
-    as_prompt,
     check_head,
+    check_text,
     grammar_of,
     numbered,
+    read_messages,
     sampling,
-    several_of,
 )
 from valora_serve.server.context import ServerContext
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.tokens import text_and_bytes
 from valora_serve.types import Output, PromptLogprobs
-
-AT_ONCE = 200  # tokens of a prompt that are read while nothing else runs
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -49,7 +49,7 @@ def router(context: ServerContext) -> APIRouter:
     @allow(Access.KEYED, max_body_bytes=max_bytes)
     async def completions(request: Request, body: schema.CompletionRequest) -> Response:
         completion = await _begin(context, request, body)
-        return await common.respond(request, completion, stream=body.stream)
+        return await common.respond(completion, stream=body.stream)
 
     return routes
 
@@ -74,14 +74,14 @@ async def _begin(
     params = sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
-    prompts = several_of(body.prompt, "prompt", context.settings.max_n, context)
+    prompts = _several(body.prompt, "prompt", context.settings.max_n, context)
     identity = f"cmpl-{new_id()}"
     plain = [
         one
         for number, prompt in enumerate(prompts)
         for one in numbered(
             types.Request(
-                f"{identity}-{number}", **arrival.named, **as_prompt(prompt), head=head,
+                f"{identity}-{number}", **arrival.named, **_as_prompt(prompt), head=head,
                 sampling=params,
             ),
             count,
@@ -109,7 +109,7 @@ class _Completion(common.Answer):
             text, tokenizer = request.text, self.arrival.context.service.engine.tokenizer
             part.text = tokenizer.decode(request.token_ids) if text is None else text
             if output.prompt is not None:
-                await part.add_prompt(output.prompt, tokenizer)
+                await asyncio.to_thread(part.add_prompt, output.prompt, tokenizer)
             part.start = len(part.text)
         if not scored:
             part.add(output)
@@ -148,22 +148,16 @@ class _Part:
             chosen, at = item.chosen, self.start + item.offset
             self._token(chosen.text, common.json_logprob(chosen.logprob), top, at)
 
-    async def add_prompt(self, prompt: PromptLogprobs, tokenizer: Any) -> None:
+    def add_prompt(self, prompt: PromptLogprobs, tokenizer: Any) -> None:
         """Add the tokens of a prompt; nothing precedes the first one, whose entries are None."""
         ids = np.unique(np.concatenate([prompt.ids, prompt.top_ids.ravel()])).tolist()
-        texts: dict[int, tuple[str, bytes | None]] = {}
-        for start in range(0, len(ids), AT_ONCE):
-            some = ids[start : start + AT_ONCE]
-            texts |= {token: text_and_bytes(tokenizer, token) for token in some}
-            await asyncio.sleep(0)
+        texts = {token: text_and_bytes(tokenizer, token) for token in ids}
         told, others, values = (
             [None, *part.tolist()]
             for part in (prompt.logprobs, prompt.top_ids, prompt.top_logprobs)
         )
         decoder, at = getincrementaldecoder("utf-8")("replace"), 0
         for number, token in enumerate(prompt.ids.tolist()):
-            if number % AT_ONCE == 0:
-                await asyncio.sleep(0)
             text, raw = texts[token]
             if number:
                 likely = zip((texts[one][0] for one in others[number]), values[number], strict=True)
@@ -188,3 +182,84 @@ def _by_text(found: Iterable[tuple[str, float]]) -> dict[str, float]:
     for text, logprob in found:
         top.setdefault(text, common.json_logprob(logprob))
     return top
+
+
+def embeddings(context: ServerContext) -> APIRouter:
+    """Route of the embeddings endpoint."""
+    routes = APIRouter(tags=["OpenAI"])
+
+    @routes.post(
+        "/v1/embeddings",
+        response_model=schema.EmbeddingAnswer,
+        summary="Embed texts, or a conversation with images",
+    )
+    async def embed(request: Request, body: schema.EmbeddingRequest) -> Response:
+        arrival = Arrival(context, request, body.valora.deadline)
+        await arrival.find(body)
+        prompts = await arrival.within(_prompts(arrival, body))
+        fields = {"embed": True, "deadline": arrival.time_left(), **arrival.named}
+        identity = f"embd-{new_id()}"
+        requests = [
+            types.Request(f"{identity}-{number}", **fields, **prompt)
+            for number, prompt in enumerate(prompts)
+        ]
+        lasts = await arrival.ask_all(requests)
+        # A thread, as many long vectors take seconds.
+        return common.answer(await asyncio.to_thread(_encoded, lasts, arrival.model.name, body))
+
+    return routes
+
+
+async def _prompts(arrival: Arrival, body: schema.EmbeddingRequest) -> list[dict[str, Any]]:
+    if (body.input is None) == (body.messages is None):
+        raise RequestError("Send input, which are texts or tokens, or messages: one of them")
+    if body.messages is None:
+        limit = arrival.context.settings.max_waiting
+        return list(map(_as_prompt, _several(body.input or [], "input", limit, arrival.context)))
+    turns, images, videos = await read_messages(body.messages, arrival)
+    if turns is None:
+        parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
+        turns = [{"role": "user", "content": parts}]
+    return [{"messages": turns, "images": images, "videos": videos}]
+
+
+def _encoded(lasts: Sequence[Output], model: str, body: schema.EmbeddingRequest) -> bytes:
+    data = []
+    for number, last in enumerate(lasts):
+        assert last.head is not None
+        assert last.head.logits is not None
+        hidden = last.head.logits[0].astype(np.float64)
+        length, width = float(np.sqrt((hidden**2).sum())), len(hidden)
+        if not np.isfinite(length):
+            raise ServeError(f"The hidden state of {model} is not finite: check the adapter")
+        if body.dimensions not in (None, width):
+            raise RequestError(
+                f"dimensions is {body.dimensions}, but embeddings of {model} have {width}, and "
+                "shorter ones were not trained: leave it out"
+            )
+        vector = (hidden / max(length, 1e-12)).astype("<f4")
+        shown: Any = vector.tolist()
+        if body.encoding_format == "base64":
+            shown = base64.b64encode(vector.tobytes()).decode()
+        data.append(json.dumps({"object": "embedding", "index": number, "embedding": shown}))
+    tokens = sum(last.usage.prompt for last in lasts if last.usage is not None)
+    rest = {"model": model, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    return f'{{"object":"list","data":[{",".join(data)}],{json.dumps(rest)[1:]}'.encode()
+
+
+def _several(given: str | list[Any], name: str, limit: int, context: ServerContext) -> list[Any]:
+    """Texts, or lists of tokens, of a field that holds one or several of either."""
+    several: list[Any] = [given] if isinstance(given, str) else given
+    if several and isinstance(several[0], int):
+        several = [several]
+    if not several or not all(several):
+        raise RequestError(f"{name} is empty, or holds an empty text: send a text, or tokens")
+    if len(several) > limit:
+        raise RequestError(f"{name} holds {len(several)} texts, more than {limit}: send fewer")
+    check_text(sum(map(len, several)), context)
+    return several
+
+
+def _as_prompt(item: str | list[int]) -> dict[str, Any]:
+    """A text or its tokens as fields of a request to the engine."""
+    return {"text": item} if isinstance(item, str) else {"token_ids": tuple(item)}

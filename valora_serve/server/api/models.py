@@ -19,7 +19,7 @@ from valora_serve.errors import UnknownModelError
 from valora_serve.server.access.guard import Access, allow
 from valora_serve.server.api.common import answer
 from valora_serve.server.api.requests import check_text
-from valora_serve.server.api.schema import Body, Done, Listed, Text, fields_of
+from valora_serve.server.api.schema import Body, Done, Listed, Text, fields_of, optional
 from valora_serve.server.context import ServerContext
 from valora_serve.server.loading.golden import IMAGE_BYTES, Example, TeacherAnswer, read_examples
 from valora_serve.server.service import last_part, without_folder
@@ -82,12 +82,10 @@ class ModelCard(_Served):  # type: ignore[misc]
     created: Annotated[int, BeforeValidator(int)] = Field(validation_alias="loaded_at")
     owned_by: str = "valora"
     kind: Literal["base", "adapter", "domain"]
-    state: Literal["disk", "host", "device"] | None = Field(
-        default=None, description="where an adapter is; those on disk are read when they are named"
+    state: Literal["disk", "host", "device"] | None = optional(
+        "where an adapter is; those on disk are read when they are named"
     )
-    resolver: str | None = Field(
-        default=None, description="kind of the source that a request loaded the adapter from"
-    )
+    resolver: str | None = optional("kind of the source that a request loaded the adapter from")
     quarantined: str | None = None
     max_model_len: int = 0
 
@@ -200,13 +198,9 @@ class ContextRequest(Body):
         description="`prefix`: the document's own keys and values; `memory_tokens`: those that an "
         "encoder of a bundle makes of it",
     )
-    tokens: int | None = Field(
-        default=None, ge=1, le=2**20, description="tokens that a prefix keeps; all by default"
-    )
-    encoder: _Name = Field(default=None, description="bundle/encoder; by default the only one")
-    adapter: _Name = Field(
-        default=None, description="adapter that answers; by default the base model"
-    )
+    tokens: int | None = optional("tokens that a prefix keeps; all by default", ge=1, le=2**20)
+    encoder: _Name = optional("bundle/encoder; by default the only one")
+    adapter: _Name = optional("adapter that answers; by default the base model")
     replace: bool = Field(default=False, description="replace the context of this name")
 
 
@@ -264,8 +258,8 @@ class ExampleCard(BaseModel):
     video: bool = Field(description="whether the images are the frames of a video")
     question: str | None = Field(description="its own prompt; None for the domain's")
     images: list[str] = Field(description="paths of its images or frames, in order")
-    teacher: TeacherAnswer | None = Field(
-        default=None, description="the domain's small model; null if the bundle does not hold it"
+    teacher: TeacherAnswer | None = optional(
+        "the domain's small model; null if the bundle does not hold it"
     )
 
 

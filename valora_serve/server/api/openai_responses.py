@@ -33,7 +33,7 @@ def router(context: ServerContext) -> APIRouter:
     )
     async def responses(request: Request, body: schema.ResponsesRequest) -> Response:
         chat = await begin(context, request, _as_chat(body))
-        return await common.respond(request, _Responses(chat, body), stream=body.stream)
+        return await common.respond(_Responses(chat, body), stream=body.stream)
 
     return routes
 
@@ -44,41 +44,33 @@ def _as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
         messages.append(schema.Message(role="system", content=body.instructions))
     if isinstance(body.input, str):
         messages.append(schema.Message(role="user", content=body.input))
-    else:
-        for item in body.input:
-            if isinstance(item, schema.Message):
-                messages.append(item)
-            elif isinstance(item, schema.ResponseInputResult):
-                messages.append(schema.Message(role="tool", content=item.output))
-            elif isinstance(item, schema.ResponseInputCall):  # of the assistant's message before it
-                if not messages or messages[-1].role != "assistant":
-                    messages.append(schema.Message(role="assistant"))
-                calls = [*(messages[-1].tool_calls or ()), schema.ToolCall(function=item)]
-                messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
+    for item in [] if isinstance(body.input, str) else body.input:
+        if isinstance(item, schema.Message):
+            messages.append(item)
+        elif isinstance(item, schema.ResponseInputResult):
+            messages.append(schema.Message(role="tool", content=item.output))
+        elif isinstance(item, schema.ResponseInputCall):  # of the assistant's message before it
+            if not messages or messages[-1].role != "assistant":
+                messages.append(schema.Message(role="assistant"))
+            calls = [*(messages[-1].tool_calls or ()), schema.ToolCall(function=item)]
+            messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
     if not messages:
         raise RequestError("input holds only reasoning: send a message")
     logprobs = "message.output_text.logprobs" in (body.include or ())
+    form = None if body.text is None else body.text.format
+    wanted = schema.ResponseFormat(type=form.type, json_schema=form) if form else None
+    if form and form.type == "json_schema" and form.schema_ is None:
+        raise RequestError("text.format is json_schema, but holds no schema: put schema")
     return schema.ChatRequest(
         **{name: getattr(body, name) for name in _SAME},
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
-        response_format=_format(body),
+        response_format=wanted,
         stream=True,
         stream_options=schema.StreamOptions(include_usage=True),
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
     )
-
-
-def _format(body: schema.ResponsesRequest) -> schema.ResponseFormat | None:
-    form = None if body.text is None else body.text.format
-    if form is None:
-        return None
-    if form.type != "json_schema":
-        return schema.ResponseFormat(type=form.type)
-    if form.schema_ is None:
-        raise RequestError("text.format is json_schema, but holds no schema: put schema")
-    return schema.ResponseFormat(type="json_schema", json_schema=form)
 
 
 class _Responses:
@@ -189,29 +181,18 @@ class _Responses:
         form = None if body.text is None else body.text.format
         shown = form.model_dump(exclude_none=True, by_alias=True) if form else {"type": "text"}
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        tools = [{"type": one.type} | one.function.model_dump() for one in body.tools or ()]
         found = {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created,
-            "status": status,
-            "model": self._chat.arrival.model.name,
-            "output": self._items,
-            "error": None,
-            "incomplete_details": cut,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
+            "id": self._id, "object": "response", "created_at": self._created, "status": status,
+            "model": self._chat.arrival.model.name, "output": self._items, "error": None,
+            "incomplete_details": cut, "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
-            "store": False,
-            "temperature": body.temperature,
-            "text": {"format": shown},
-            "tool_choice": (body.tool_choice or "auto") if body.tools else "none",
-            "tools": [{"type": one.type} | one.function.model_dump() for one in body.tools or ()],
-            "top_p": body.top_p,
-            "truncation": "disabled",
-            "usage": None if usage is None else _usage(usage),
-        }
+            "previous_response_id": None, "store": False, "temperature": body.temperature,
+            "text": {"format": shown}, "tools": tools, "top_p": body.top_p,
+            "tool_choice": (body.tool_choice or "auto") if tools else "none",
+            "truncation": "disabled", "usage": None if usage is None else _usage(usage),
+        }  # fmt: skip
         return found if block is None else found | {"valora": block}
 
 
@@ -224,10 +205,9 @@ def _part(text: str, logprobs: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
-    details = usage.get("prompt_tokens_details") or {}
-    cached = {"cached_tokens": details.get("cached_tokens", 0), "cache_write_tokens": 0}
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {
-        "input_tokens": usage["prompt_tokens"], "input_tokens_details": cached,
-        "output_tokens": usage["completion_tokens"],
+        "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"],
     }  # fmt: skip

@@ -18,7 +18,7 @@ BUILTIN = {
     "chat": "valora_serve.server.api.chat:router",
     "completions": "valora_serve.server.api.completions:router",
     "responses": "valora_serve.server.api.openai_responses:router",
-    "embeddings": "valora_serve.server.api.embeddings:router",
+    "embeddings": "valora_serve.server.api.completions:embeddings",
     "vision": "valora_serve.server.api.vision:router",
     "models": "valora_serve.server.api.models:router",
     "contexts": "valora_serve.server.api.models:contexts",

@@ -22,8 +22,7 @@ from valora_serve.server.api.domain_prompt import media_of
 from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.context import ServerContext
-from valora_serve.server.gather import gathered, until_disconnect
-from valora_serve.server.media.reader import Pixels
+from valora_serve.server.gather import gathered
 from valora_serve.server.service import Ticket, joined
 from valora_serve.types import Output, Request, SamplingParams, ServedModel
 
@@ -48,36 +47,30 @@ def sampling(
     logprobs: int | None,
 ) -> SamplingParams:
     """Sampling parameters of a request."""
+    count, most = body.n or 1, context.settings.max_n
     if logprobs is not None:
         limit = context.service.engine.context_length
-        count = (body.n or 1) * min(max_tokens or limit, limit) * (logprobs + 1)
-        if count > MAX_LOGPROBS:
+        asked = count * min(max_tokens or limit, limit) * (logprobs + 1)
+        if asked > MAX_LOGPROBS:
             raise RequestError(
-                f"n, max_tokens and the number of log probabilities ask for up to {count} of them, "
+                f"n, max_tokens and the number of log probabilities ask for up to {asked} of them, "
                 f"more than {MAX_LOGPROBS}: ask for fewer"
             )
-    stop = [body.stop] if isinstance(body.stop, str) else list(body.stop or ())
-    if (body.n or 1) > context.settings.max_n:
-        raise RequestError(f"n is {body.n}, more than {context.settings.max_n}: ask for fewer")
+    if count > most:
+        raise RequestError(f"n is {count}, more than {most}: ask for fewer")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options goes with stream: set stream, or leave it out")
-    given = {name: getattr(body, name) for name in _SAMPLING}
     given = {"temperature": context.settings.temperature} | {
-        name: value for name, value in given.items() if value is not None
+        name: value for name in _SAMPLING if (value := getattr(body, name)) is not None
     }
     return SamplingParams(
         **given,
         max_tokens=max_tokens,
         top_k=max(0, body.top_k or 0),
-        stop=tuple(stop),
+        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
         logprobs=logprobs,
         logit_bias=tuple((int(token), value) for token, value in (body.logit_bias or {}).items()),
     )
-
-
-def answer_tokens(model: ServedModel, context: ServerContext) -> int:
-    """Most tokens of an answer to a request that says nothing of it."""
-    return model.max_tokens or context.settings.answer_tokens
 
 
 def grammar_of(
@@ -139,16 +132,12 @@ class Arrival:
 
     def time_left(self, name: str | None = None) -> float | None:
         """Seconds left until the deadline, by the `name` of a model yet to load; None for none."""
-        admission = self.context.service.admission
+        admission, spent = self.context.service.admission, time.monotonic() - self.since
         deadline = admission.deadline(name or self.model.name, self.wanted)
-        if deadline is None:
-            return None
-        left = deadline - (time.monotonic() - self.since)
-        if left <= 0:
-            raise DeadlineError(
-                f"The deadline of {deadline:g} s passed before the engine was asked"
-            )
-        return left
+        if deadline is not None and deadline <= spent:
+            said = f"The deadline of {deadline:g} s passed before the engine was asked"
+            raise DeadlineError(said)
+        return None if deadline is None else deadline - spent
 
     async def within(
         self,
@@ -156,15 +145,11 @@ class Arrival:
         doing: str = "its images were read: send smaller ones",
         name: str | None = None,
     ) -> T:
-        """Run a coroutine until the deadline, and no longer than the client stays."""
+        """Run a coroutine until the deadline."""
         try:
-            left = self.time_left(name)
-        except BaseException:
-            work.close()
-            raise
-        try:
-            async with asyncio.timeout(left):
-                return await until_disconnect(self.http.receive, work)
+            with contextlib.closing(work):  # which has not begun if the deadline has passed
+                async with asyncio.timeout(self.time_left(name)):
+                    return await work
         except TimeoutError as error:
             raise DeadlineError(
                 f"The request's deadline passed while {doing}, or set a later deadline"
@@ -228,7 +213,7 @@ def numbered(request: Request, count: int) -> list[Request]:
     """`count` copies of a request, each with its own id and seed."""
     if count == 1:
         return [request]
-    sampling, made = request.sampling, []
+    made, sampling = [], request.sampling
     for number in range(count):
         seed = sampling.seed
         if seed is not None and number:  # not that of any other seed's choice
@@ -240,13 +225,13 @@ def numbered(request: Request, count: int) -> list[Request]:
 
 
 async def read_messages(
-    messages: Sequence[schema.Message], context: ServerContext, pixels: Pixels, told: str = ""
+    messages: Sequence[schema.Message], arrival: Arrival, told: str = ""
 ) -> tuple[list[dict[str, Any]] | None, list[Image], list[list[Image]]]:
     """Read the messages of a chat request, whose system prompt then ends with the text `told`.
 
     Returns turns for a chat template, None if they hold no text; the images; the videos.
     """
-    turns, reader = _turns_of(messages), context.media
+    turns, context = _turns_of(messages), arrival.context
     if told and turns[0]["role"] == "system":
         said, content = f"\n\n{told}", turns[0]["content"]
         turns[0]["content"] += said if isinstance(content, str) else [_text(said)]
@@ -261,6 +246,8 @@ async def read_messages(
         raise ImageError(
             f"The request has {len(media)} images and videos, more than {limit}: send fewer"
         )
+    reader = context.media
+    pixels = arrival.http.state.stack.enter_context(reader.pixels())
     urls = [part.image_url for part in media if isinstance(part, schema.ImagePart)]
     reading = [
         reader.frames(part.frames, pixels)
@@ -329,21 +316,3 @@ def check_text(chars: int, context: ServerContext) -> None:
             context.service.engine.context_length,
             f"the text has {chars} characters, more than {limit}: send a shorter one",
         )
-
-
-def several_of(given: str | list[Any], name: str, limit: int, context: ServerContext) -> list[Any]:
-    """Texts, or lists of tokens, of a field that holds one or several of either."""
-    several: list[Any] = [given] if isinstance(given, str) else given
-    if several and isinstance(several[0], int):
-        several = [several]
-    if not several or not all(several):
-        raise RequestError(f"{name} is empty, or holds an empty text: send a text, or tokens")
-    if len(several) > limit:
-        raise RequestError(f"{name} holds {len(several)} texts, more than {limit}: send fewer")
-    check_text(sum(map(len, several)), context)
-    return several
-
-
-def as_prompt(item: str | list[int]) -> dict[str, Any]:
-    """A text or its tokens as fields of a request to the engine."""
-    return {"text": item} if isinstance(item, str) else {"token_ids": tuple(item)}

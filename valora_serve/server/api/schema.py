@@ -89,6 +89,11 @@ class Body(BaseModel, extra="forbid"):
     """Body of a request, or a part of one."""
 
 
+def optional(said: str, **limits: Any) -> Any:
+    """A field that is None by default, with what is said of it in the document of the API."""
+    return Field(default=None, description=said, **limits)
+
+
 def fields_of(kind: type, *without: str) -> dict[str, Any]:
     """Fields for `create_model` that are those of a dataclass."""
     hints = get_type_hints(kind)
@@ -106,10 +111,10 @@ def _refuse(value: JsonValue, field: ValidationInfo) -> JsonValue:
 
 
 _FIELDS: dict[str, Any] = {
-    name: (JsonValue, Field(default=None, description=said))
+    name: (JsonValue, optional(said))
     for name, said in (dict.fromkeys(IGNORED, "ignored") | {"store": _STORE}).items()
 } | {
-    name: (Annotated[JsonValue, AfterValidator(_refuse)], Field(default=None, description=said))
+    name: (Annotated[JsonValue, AfterValidator(_refuse)], optional(said))
     for name, said in REFUSED.items()
 }
 _Others: Any = create_model("_Others", __base__=Body, **_FIELDS)
@@ -196,13 +201,9 @@ class Function(Body):
 
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
     description: Text | None = None
-    parameters: JsonObject | None = Field(
-        default=None, description="JSON schema of its arguments; none by default"
-    )
-    strict: bool | None = Field(
-        default=None, description="whether arguments hold nothing that parameters do not name"
-    )
-    cache_control: JsonValue = Field(default=None, description="ignored")
+    parameters: JsonObject | None = optional("JSON schema of its arguments; none by default")
+    strict: bool | None = optional("whether arguments hold nothing that parameters do not name")
+    cache_control: JsonValue = optional("ignored")
 
 
 class Tool(BaseModel):
@@ -253,9 +254,7 @@ class JsonSchema(Body):
     name: str | None = None
     description: str | None = None
     schema_: JsonObject | bool | None = Field(default=None, alias="schema")
-    strict: bool | None = Field(
-        default=None, description="objects take no further keys; the schema holds in any case"
-    )
+    strict: bool | None = optional("objects take no further keys; the schema holds in any case")
 
 
 class ResponseFormat(Body):
@@ -287,9 +286,7 @@ class Valora(Body):
 
 
 class _Asked(Body):
-    model: str | None = Field(
-        default=None, description="a domain, an adapter or the base model, which is the default"
-    )
+    model: str | None = optional("a domain, an adapter or the base model, which is the default")
     cache_salt: CacheSalt = None
     valora: Valora = Valora()
 
@@ -340,8 +337,8 @@ class _Called(Body):
         | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
         | None
     ) = None
-    parallel_tool_calls: bool | None = Field(
-        default=None, description="whether an answer may hold several calls; true by default"
+    parallel_tool_calls: bool | None = optional(
+        "whether an answer may hold several calls; true by default"
     )
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
 
@@ -366,21 +363,19 @@ class CompletionRequest(_Sampled):
     echo: bool | None = Field(
         default=False, description="whether the prompt, with its logprobs, precedes the answer"
     )
-    best_of: int | None = Field(default=None, ge=1, le=128, description="must equal n")
+    best_of: int | None = optional("must equal n", ge=1, le=128)
     suffix: None = None
-    user: str | None = Field(default=None, description="ignored")
+    user: str | None = optional("ignored")
 
 
 class EmbeddingRequest(_Asked):
     """Body of ``/v1/embeddings``."""
 
     input: _TextsOrTokens | None = None
-    messages: _Messages | None = Field(
-        default=None, description="a conversation with images to embed, instead of input"
-    )
+    messages: _Messages | None = optional("a conversation with images to embed, instead of input")
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(default=None, ge=1, description="only the width of the model")
-    user: str | None = Field(default=None, description="ignored")
+    dimensions: int | None = optional("only the width of the model", ge=1)
+    user: str | None = optional("ignored")
 
 
 class ResponseInputCall(FunctionCall):
@@ -428,7 +423,7 @@ class ResponseText(Body):
     """Text options of ``/v1/responses``."""
 
     format: ResponseTextFormat | None = None
-    verbosity: str | None = Field(default=None, description="ignored")
+    verbosity: str | None = optional("ignored")
 
 
 class ResponsesRequest(_Generated, _Called, _Others):  # type: ignore[misc]
@@ -441,11 +436,11 @@ class ResponsesRequest(_Generated, _Called, _Others):  # type: ignore[misc]
     instructions: Text | None = None
     max_output_tokens: _Limit = None
     text: ResponseText | None = None
-    stream_options: JsonValue = Field(default=None, description="ignored")
-    include: Annotated[list[_Included], Field(max_length=100)] | None = Field(
-        default=None, description="only message.output_text.logprobs is not ignored"
+    stream_options: JsonValue = optional("ignored")
+    include: Annotated[list[_Included], Field(max_length=100)] | None = optional(
+        "only message.output_text.logprobs is not ignored"
     )
-    metadata: dict[str, str] | None = Field(default=None, description="returned as it is")
+    metadata: dict[str, str] | None = optional("returned as it is")
 
 
 _Urls = Annotated[list[MediaUrl], Field(max_length=10_000, fail_fast=True)]
@@ -455,14 +450,14 @@ class VisionRequest(Body):
     """JSON body of ``/v1/vision/{domain}``."""
 
     images: _Urls = Field(default=[], description="URLs of images; each gets its own result")
-    video: MediaUrl | None = Field(default=None, description="URL of a video")
+    video: MediaUrl | None = optional("URL of a video")
     frames: _Urls = Field(default=[], description="URLs of the frames of a video, in order")
-    prompt: Text | None = Field(default=None, description="prompt; the domain's own by default")
+    prompt: Text | None = optional("prompt; the domain's own by default")
     min_score: Score = None
     max_tokens: _Limit = None
     deadline: Deadline = None
     cache_salt: CacheSalt = None
-    store: bool | None = Field(default=None, description=_STORE)
+    store: bool | None = optional(_STORE)
 
 
 class LookRequest(VisionRequest):
@@ -534,14 +529,12 @@ class ValoraAnswer(BaseModel, extra="allow"):
     model: str
     adapter: str | None = None
     bundle: str | None = None
-    kind: str | None = Field(default=None, description="kind of the head that answered")
+    kind: str | None = optional("kind of the head that answered")
     images: list[ImageAnswer] = []
     label: str | None = None
     confidence: float | None = None
     confidences: dict[str, float] = {}
-    mode: str | None = Field(
-        default=None, description="inference mode of the last step: unmerged, merged or mixture"
-    )
+    mode: str | None = optional("inference mode of the last step: unmerged, merged or mixture")
     queue_seconds: float | None = None
     seconds: float | None = None
     warnings: list[str] = _WARNINGS

@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from fastapi import APIRouter
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, create_model
 from starlette.responses import FileResponse, Response
 
 from valora_serve.server.access.guard import JSON, Access, allow
-from valora_serve.server.api.schema import fields_of
+from valora_serve.server.api.schema import fields_of, optional
 from valora_serve.server.context import ServerContext
 from valora_serve.server.service import last_part
 from valora_serve.server.telemetry.metrics import memory_bytes
@@ -55,9 +55,8 @@ class Status(EngineStatus):  # type: ignore[misc]
     base: str
     memory_bytes: int
     uptime_seconds: float
-    replicas: dict[str, EngineStatus] | None = Field(
-        default=None,
-        description="every replica by its name, whose sum the others are; null if there are none",
+    replicas: dict[str, EngineStatus] | None = optional(
+        "every replica by its name, whose sum the others are; null if there are none"
     )
 
 
@@ -106,19 +105,14 @@ def router(context: ServerContext) -> APIRouter:
     @allow(Access.OPEN)
     async def version() -> Version:
         return Version(
-            version=own_version(),
-            base=last_part(engine.base),
-            python=platform.python_version(),
-            torch=_version("torch"),
-            transformers=_version("transformers"),
-        )
+            version=own_version(), base=last_part(engine.base), python=platform.python_version(),
+            torch=_version("torch"), transformers=_version("transformers"),
+        )  # fmt: skip
 
     @routes.get(
-        "/metrics",
-        response_class=Response,
+        "/metrics", response_class=Response, summary="Metrics for Prometheus",
         responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-        summary="Metrics for Prometheus",
-    )
+    )  # fmt: skip
     @allow(Access.KEYED if context.settings.protect_metrics else Access.OPEN, tells_all=True)
     async def metrics() -> Response:
         return Response(await context.metrics.page(), media_type=CONTENT_TYPE_LATEST)

@@ -50,13 +50,12 @@ class Tools:
         """The grammar of an answer, whose text has a grammar of its own or none."""
         answer = answer if self.text else None
         schemas = {} if answer is None else dict(answer.schemas)
-        closed = [] if answer is None else list(answer.strict)
-        calls, begins = [], [""] * (answer is not None)
+        closed, begins = ([], []) if answer is None else ([*answer.strict], [""])
+        calls = []
         for number, function in enumerate(self.functions):
-            rule = f"arguments{number}"
+            rule, name = f"arguments{number}", f'{function.name}", "arguments": '
             schemas[rule] = _parameters(function)
             closed += [rule] * bool(function.strict or strict)
-            name = f'{function.name}", "arguments": '
             calls.append(f"{json.dumps(name)} {rule}")
             begins.append(f'{_BEGIN}\n{{"name": "{name}')
         first = f'"{_BEGIN}" call'
@@ -68,8 +67,8 @@ class Tools:
             first = "TEXT | begin call"
             # A lazy rule ends where it first can, so that a call always begins at its mark.
             rules += ["TEXT: /(.|\\n)*/", f'begin[lazy]: TEXT "{_BEGIN}"']
-        rules = [f"start: {first}{more}", *rules]
-        return Grammar(schemas, "\n".join(rules), tuple(closed), tuple(begins))
+        text = "\n".join([f"start: {first}{more}", *rules])
+        return Grammar(schemas, text, tuple(closed), tuple(begins))
 
     def instruction(self) -> str:
         """What the model is told of the functions."""
@@ -139,30 +138,27 @@ class AnswerReader:
 def tools_of(body: schema.ChatRequest) -> Tools | None:
     """What an answer may or must call; None if it is to be text."""
     functions: dict[str, schema.Function] = {}
-    for tool in body.tools or ():
-        name = tool.function.name
-        if name in functions:
-            raise RequestError(f"tools holds the function {name} twice: leave one out")
-        functions[name] = tool.function
-    choice = body.tool_choice
+    for function in (tool.function for tool in body.tools or ()):
+        if function.name in functions:
+            raise RequestError(f"tools holds the function {function.name} twice: leave one out")
+        functions[function.name] = function
+    choice, one = body.tool_choice, isinstance(body.tool_choice, schema.NamedTool)
     if isinstance(choice, schema.NamedTool | schema.AllowedTools):
         named = [choice] if isinstance(choice, schema.NamedTool) else choice.tools
-        for name in (one.name for one in named):
+        for name in (tool.name for tool in named):
             if name not in functions:
                 raise RequestError(
                     f"tool_choice names {name[:64]!a}, which is none of the tools: they are "
                     f"{', '.join(functions) or 'none: send tools'}"
                 )
-        functions = {one.name: functions[one.name] for one in named}
-        if isinstance(choice, schema.NamedTool):
-            return Tools(list(functions.values()), text=False, several=False)
-        choice = choice.mode
+        functions = {tool.name: functions[tool.name] for tool in named}
+        choice = "required" if isinstance(choice, schema.NamedTool) else choice.mode
     if choice == "required" and not functions:
         raise RequestError("tool_choice is required, but there are no tools: send tools")
     if choice == "none" or not functions:
         return None
-    several = body.parallel_tool_calls is not False
-    return Tools(list(functions.values()), choice != "required", several)
+    several = body.parallel_tool_calls is not False and not one
+    return Tools(list(functions.values()), text=choice != "required", several=several)
 
 
 def calls_as_text(message: schema.Message) -> str:

@@ -23,10 +23,10 @@ from valora_serve.server.access.guard import JSON, Access, allow
 from valora_serve.server.api import schema
 from valora_serve.server.api.common import answer, usage
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
-from valora_serve.server.api.requests import Arrival, answer_tokens, check_text
+from valora_serve.server.api.requests import Arrival, check_text
 from valora_serve.server.context import ServerContext
 from valora_serve.server.errors import error_body, invalid
-from valora_serve.server.gather import gathered, until_disconnect
+from valora_serve.server.gather import gathered
 from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.service import Ticket, domain_of
 from valora_serve.server.settings import ServerSettings
@@ -127,14 +127,12 @@ async def looked(
         arrivals.values(),
         key=lambda one: service.admission.deadline(one.model.name, fields.deadline) or math.inf,
     )
-    images, video = await latest.within(_read_media(context, http, fields))
-    shown = images if video is None else video[:1]
+    groups = await latest.within(_read_media(context, http, fields))
     asked: dict[str, tuple[list[types.Request], list[str]]] = {}
     for name, arrival in arrivals.items():
+        own = own_prompts and not arrival.model.takes_words
         try:
-            own = own_prompts and not arrival.model.takes_words
-            prompt = None if own else fields.prompt
-            requests, said = _requests(arrival, fields, prompt, images, video)
+            requests, said = _requests(arrival, fields, None if own else fields.prompt, groups)
             said += [f"{name} is named several times: answered once"] * (names.count(name) > 1)
             asked[name] = requests, said
         except ServeError as error:
@@ -145,15 +143,15 @@ async def looked(
         tickets = {name: one for name, one in admitted.items() if isinstance(one, Ticket)}
         rows = [
             [(ticket, asked[name][0][at]) for name, ticket in tickets.items()]
-            for at in range(len(shown) if tickets else 0)
+            for at in range(len(groups) if tickets else 0)
         ]
-        asking = gathered(*(service.ask_together(row, dict(http.headers)) for row in rows))
-        answers = await until_disconnect(http.receive, asking)
+        headers = dict(http.headers)
+        answers = await gathered(*(service.ask_together(row, headers) for row in rows))
     found: dict[str, schema.VisionAnswer | schema.ErrorAnswer] = {}
     for number, name in enumerate(tickets):
         lasts = [row[number] for row in answers]
         if (wrong := next((one for one in lasts if isinstance(one, ServeError)), None)) is None:
-            found[name] = _answered(arrivals[name], lasts, shown, asked[name][1])
+            found[name] = _answered(arrivals[name], lasts, groups, asked[name][1])
         else:
             errors[name] = wrong
     if not found:
@@ -199,7 +197,6 @@ async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:
 
 
 def _check_media(context: ServerContext, fields: schema.VisionRequest) -> None:
-    """Refuse a request that has not images, a video or frames."""
     check_text(len(fields.prompt or ""), context)
     limit, images = context.settings.max_images, fields.images
     if bool(images) + (fields.video is not None) + bool(fields.frames) != 1:
@@ -210,13 +207,14 @@ def _check_media(context: ServerContext, fields: schema.VisionRequest) -> None:
 
 async def _read_media(
     context: ServerContext, http: Request, fields: schema.VisionRequest
-) -> tuple[list[Image], list[Image] | None]:
-    """Decoded images, and the decoded frames of the video or None."""
+) -> list[list[Image]]:
+    """The decoded images of each result: one, or the frames of the only video."""
     media, pixels = context.media, http.state.stack.enter_context(context.media.pixels())
-    found = await media.images(fields.images, pixels)
     if fields.video is not None:
-        return found, await media.video(fields.video, pixels)
-    return found, await media.frames(fields.frames, pixels) if fields.frames else None
+        return [await media.video(fields.video, pixels)]
+    if fields.frames:
+        return [await media.frames(fields.frames, pixels)]
+    return [[image] for image in await media.images(fields.images, pixels)]
 
 
 async def _from_form(body: bytes, header: str, context: ServerContext, kind: type[K]) -> K:
@@ -285,54 +283,41 @@ def _form_items(
 
 
 def _requests(
-    arrival: Arrival,
-    fields: schema.VisionRequest,
-    prompt: str | None,
-    images: list[Image],
-    video: list[Image] | None,
+    arrival: Arrival, fields: schema.VisionRequest, prompt: str | None, groups: list[list[Image]]
 ) -> tuple[list[types.Request], list[str]]:
     """The requests to the engine, one for each image or one for the video, and warnings."""
-    model, settings = arrival.model, arrival.context.settings
+    model, settings, video = arrival.model, arrival.context.settings, not fields.images
     if model.form is not None:
         raise RequestError(f"{model.name} reads documents, no images: leave it out")
     head = model.head is not None
     question, warnings = question_of(model, prompt, head=head)
-    frames = [] if video is None else [len(video)]
-    warnings += check_measured_media(model, 1 - len(frames), frames, head=head)
-    limit = fields.max_tokens or answer_tokens(model, arrival.context)
+    frames = [len(groups[0])] if video else []
+    warnings += check_measured_media(model, int(not video), frames, head=head)
+    limit = fields.max_tokens or model.max_tokens or settings.answer_tokens
     common: dict[str, Any] = {
         "model": model.name, "min_score": fields.min_score, "cache_salt": fields.cache_salt,
         "sampling": SamplingParams(max_tokens=limit, temperature=settings.temperature),
-        "deadline": arrival.time_left(), "store": fields.store is not False,
-        "video": video is not None,
+        "deadline": arrival.time_left(), "store": fields.store is not False, "video": video,
     }  # fmt: skip
     identity, words = f"vision-{new_id()}", None if prompt is None else question
-    parts = [[image] for image in images] if video is None else [video]
     return [
-        types.Request.about(part, words, id=f"{identity}-{number}", **common)
-        for number, part in enumerate(parts)
+        types.Request.about(images, words, id=f"{identity}-{number}", **common)
+        for number, images in enumerate(groups)
     ], warnings
 
 
 def _answered(
-    arrival: Arrival, lasts: Sequence[Output], shown: Sequence[Image], warnings: list[str]
+    arrival: Arrival, lasts: Sequence[Output], groups: list[list[Image]], warnings: list[str]
 ) -> schema.VisionAnswer:
     last, model = lasts[-1], arrival.model
     results = []
-    for one, image in zip(lasts, shown, strict=True):
+    for one, (image, *_) in zip(lasts, groups, strict=True):
         found = {"text": one.text} if one.head is None else one.head.image_fields(0)
         results.append(schema.VisionResult(width=image.width, height=image.height, **found))
     return schema.VisionAnswer(
-        id="-".join(last.id.split("-")[:2]),
-        created=int(time.time()),
-        domain=model.name,
-        task=model.task,
-        adapter=model.adapter,
-        bundle=model.bundle,
-        kind=last.head.kind if last.head is not None else None,
-        results=results,
-        usage=usage(lasts, len(lasts)),
-        mode=str(last.mode) if last.mode is not None else None,
-        seconds=time.monotonic() - arrival.since,
-        warnings=warnings,
-    )
+        id="-".join(last.id.split("-")[:2]), created=int(time.time()), domain=model.name,
+        task=model.task, adapter=model.adapter, bundle=model.bundle,
+        kind=None if last.head is None else last.head.kind, results=results,
+        usage=usage(lasts, len(lasts)), mode=None if last.mode is None else str(last.mode),
+        seconds=time.monotonic() - arrival.since, warnings=warnings,
+    )  # fmt: skip

@@ -263,6 +263,7 @@ def test_constraints_go_on_in_the_other_process(tokenizer):
 
     Client.tokenizer = tokenizer
     grammars = Grammars(Client)
+    grammars.read()
     try:
         schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
         grammar = Grammar.json(schema)

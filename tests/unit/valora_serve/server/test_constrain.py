@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import httpx
 import jsonschema_rs
@@ -21,24 +22,24 @@ from tests.support.http_helpers import CHAT, ask, chat, refused, serving, until
 from tests.support.json_schemas import random_answer
 from valora_data.contract.base_model import base_folder
 from valora_serve.errors import OverloadedError, RequestError
-from valora_serve.server.constrain import (
-    MAX_OF_ONE,
-    REMEMBERED,
-    Grammar,
-    GrammarConstraint,
-    Grammars,
-)
+from valora_serve.server import constrain
+from valora_serve.server.constrain import MAX_OF_ONE, Grammar, GrammarConstraint, Grammars
 
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer):
     made = Grammars(FakeEngine(tokenizer=tokenizer))
+    made.read()
     yield made
     made.close()
 
 
 def made(grammars, schema, count=1):
     return asyncio.run(grammars.constraints(Grammar.json(schema), count))
+
+
+def form(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
 SCHEMAS = [
@@ -129,26 +130,20 @@ def texts(count, name):
 
 @pytest.mark.parametrize(("way", "count"), [("mask", 1), ("advance", 2), ("check", 1)])
 def test_a_constraint_that_fails_in_the_middle_is_an_error(way, count, monkeypatch, tokenizer):
-    def fail(*_):
-        raise RequestError("The JSON schema is too complex")
-
-    engine = FakeEngine(tokenizer=tokenizer)
-    schema = {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3}
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    before = getattr(GrammarConstraint, way)
-    calls = []
+    wanted = form({"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 3, "maxItems": 3})
+    before, calls = getattr(GrammarConstraint, way), []
 
     def failing(self, argument):
         calls.append(argument)
         if way == "check" or len(calls) > 3:
-            fail()
+            raise RequestError("The JSON schema is too complex")
         return before(self, argument)
 
     monkeypatch.setattr(GrammarConstraint, way, failing)
-    with serving(engine) as server:
-        refused(ask(server, response_format=form, n=count, max_tokens=50), 400, "too complex")
+    with serving(FakeEngine(tokenizer=tokenizer)) as server:
+        refused(ask(server, response_format=wanted, n=count, max_tokens=50), 400, "too complex")
         calls.clear()
-        answer = ask(server, response_format=form, n=count, max_tokens=50, stream=True)
+        answer = ask(server, response_format=wanted, n=count, max_tokens=50, stream=True)
         assert "too complex" in answer.text
         assert '"finish_reason":"stop"' not in answer.text
         assert server.inside == 0
@@ -170,15 +165,6 @@ def test_a_token_that_is_not_allowed_is_an_error(grammars):
         constraint.mask(np.ones(len(grammars._engine.tokenizer), dtype=bool))
 
 
-def test_the_tokenizer_is_read_before_the_first_request(monkeypatch, tokenizer):
-    """Reading a large vocabulary holds up the event loop for seconds."""
-    engine = FakeEngine(tokenizer=tokenizer)
-    with serving(engine) as server:
-        monkeypatch.setattr(Grammars, "read", None)
-        answer = ask(server, response_format={"type": "json_object"}, max_tokens=3)
-        assert answer.status_code == 200
-
-
 @pytest.mark.parametrize("special", [False, True])
 def test_tokens_that_are_added_may_be_text_unless_they_are_special(special):
     """Qwen's <tool_call> is one token, which its models begin calls with."""
@@ -187,6 +173,7 @@ def test_tokens_that_are_added_may_be_text_unless_they_are_special(special):
     (added,) = tokenizer("<tool_call>", add_special_tokens=False)["input_ids"]
     rules = ['start: TEXT | begin "x"', r"TEXT: /(.|\n)*/", 'begin[lazy]: TEXT "<tool_call>"']
     with contextlib.closing(Grammars(FakeEngine(tokenizer=tokenizer))) as grammars:
+        grammars.read()
         (constraint,) = asyncio.run(grammars.constraints(Grammar({}, "\n".join(rules))))
         allowed = np.ones(len(tokenizer), dtype=bool)
         constraint.mask(allowed)
@@ -233,7 +220,7 @@ def test_schemas_that_would_take_for_ever_or_end_the_process_are_refused(grammar
 
 
 def test_the_process_ends_with_a_server_that_is_killed_while_it_begins():
-    code = "import os; from valora_serve.server.schema_worker import process as p; p().submit(id)"
+    code = "import os; from valora_serve.server.json_schema import process as p; p().submit(id)"
     command = [sys.executable, "-c", f"{code}; os.kill(os.getpid(), 9)"]
     subprocess.run(command, check=False, capture_output=True, timeout=30)  # until both have ended
 
@@ -245,26 +232,19 @@ def test_a_process_that_is_killed_while_it_is_idle_is_replaced(grammars):
         until(lambda: grammars._process._broken)
 
 
-class Waiting:
-    """Grammars whose compilations wait for `go`; `begun` holds the names of their schemas."""
-
-    def __init__(self, monkeypatch):
-        self.begun, self.go = [], threading.Event()
-        before = Grammars._compile
-
-        def compile_later(grammars, grammar, key):
-            self.begun.append(grammar.schemas["json"].get("title"))
-            assert self.go.wait(20)
-            return before(grammars, grammar, key)
-
-        monkeypatch.setattr(Grammars, "_compile", compile_later)
-
-
 @pytest.fixture
 def waiting(monkeypatch):
-    made = Waiting(monkeypatch)
-    yield made
-    made.go.set()
+    """Compilations wait for `go`; `begun` holds the names of their schemas."""
+    found, before = SimpleNamespace(begun=[], go=threading.Event()), Grammars._compile
+
+    def compile_later(grammars, grammar, key):
+        found.begun.append(grammar.schemas["json"].get("title"))
+        assert found.go.wait(20)
+        return before(grammars, grammar, key)
+
+    monkeypatch.setattr(Grammars, "_compile", compile_later)
+    yield found
+    found.go.set()
 
 
 async def asked(grammars, title, client="", **more):
@@ -304,7 +284,7 @@ def test_a_client_with_many_schemas_leaves_those_of_others_in_the_cache(grammars
     async def case():
         waiting.go.set()
         await asked(grammars, "mine", "me")
-        for number in range(REMEMBERED + 5):
+        for number in range(constrain.REMEMBERED + 5):
             await asked(grammars, f"theirs {number}", "they")
         waiting.begun.clear()
         await asked(grammars, "mine", "me")
@@ -337,11 +317,11 @@ def test_the_deadline_counts_while_a_schema_waits_and_while_it_is_compiled(
     waiting, path, tokenizer
 ):
     def body(title):
-        form = {"type": "json_schema", "schema": {"title": title}, "name": "x"}
+        said = {"title": title}
         if path == "/v1/responses":
-            return {"input": "x", "text": {"format": form}, "valora": {"deadline": 0.2}}
-        form = {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
-        return {"prompt": "x", "response_format": form, "valora": {"deadline": 0.2}}
+            text = {"format": {"type": "json_schema", "schema": said, "name": "x"}}
+            return {"input": "x", "text": text, "valora": {"deadline": 0.2}}
+        return {"prompt": "x", "response_format": form(said), "valora": {"deadline": 0.2}}
 
     engine = FakeEngine(tokenizer=tokenizer)
     with serving(engine) as server:
@@ -353,18 +333,16 @@ def test_the_deadline_counts_while_a_schema_waits_and_while_it_is_compiled(
 
 
 def test_a_cached_schema_is_answered_while_clients_that_left_and_others_wait(waiting, tokenizer):
-    def form(title):
-        return {"type": "json_schema", "json_schema": {"schema": {"title": title}}}
-
-    engine = FakeEngine(tokenizer=tokenizer)
-    with serving(engine) as server:
-        grammars = server.app.state.context.grammars
+    with serving(FakeEngine(tokenizer=tokenizer)) as server:
+        cached = {"response_format": form({"title": "cached"})}
         waiting.go.set()
-        assert ask(server, response_format=form("cached")).status_code == 200
+        assert ask(server, **cached).status_code == 200
         waiting.go.clear()
         for number in range(MAX_OF_ONE):
+            body = chat(response_format=form({"title": f"{number}"}))
             with contextlib.suppress(httpx.ReadTimeout):
-                server.client.post(CHAT, json=chat(response_format=form(f"{number}")), timeout=0.05)
-        until(lambda: not grammars._waiting)  # one is compiled, and nobody waits for it either
-        assert ask(server, response_format=form("cached")).status_code == 200
+                server.client.post(CHAT, json=body, timeout=0.05)
+        # One is compiled, and nobody waits for it either.
+        until(lambda: not server.app.state.context.grammars._waiting)
+        assert ask(server, **cached).status_code == 200
         waiting.go.set()

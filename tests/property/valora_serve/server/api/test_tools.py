@@ -24,6 +24,7 @@ STOP = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 @pytest.fixture(scope="module")
 def grammars():
     made = Grammars(FakeEngine(tokenizer=AutoTokenizer.from_pretrained(base_folder("tiny"))))
+    made.read()
     yield made
     made.close()
 

@@ -42,12 +42,15 @@ def test_an_answer_and_its_stream(client):
 
 
 def test_what_is_asked_reaches_the_engine(server, client):
-    given = {"temperature": 0.7, "top_p": 0.9, "seed": 11}
-    more = {"top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True}
-    own = {"head": False, "min_score": 0.25, "deadline": 7}
-    ask(client, **given, stop=["zebra"], max_completion_tokens=9, extra_body=more | {"valora": own})
-    asked = server.engine.asked[-1]
-    wanted = given | more | {"stop": ("zebra",), "max_tokens": 9}
+    given = {"temperature": 0.7, "top_p": 0.9, "seed": 11, "frequency_penalty": -0.5,
+             "presence_penalty": 1.5}  # fmt: skip
+    more = {"top_k": 5, "min_p": 0.1, "min_tokens": 2, "ignore_eos": True,
+            "repetition_penalty": 1.25}  # fmt: skip
+    own = {"valora": {"head": False, "min_score": 0.25, "deadline": 7}}
+    ask(client, **given, stop=["zebra"], max_completion_tokens=9, logit_bias={"7": -100, "0": 2.5},
+        extra_body=more | own)  # fmt: skip
+    asked, bias = server.engine.asked[-1], ((7, -100.0), (0, 2.5))
+    wanted = given | more | {"stop": ("zebra",), "max_tokens": 9, "logit_bias": bias}
     assert {name: getattr(asked.sampling, name) for name in wanted} == wanted
     assert (asked.head, asked.min_score) == (False, 0.25)
     assert 6 < asked.deadline <= 7
@@ -116,14 +119,6 @@ def test_an_unknown_model_is_a_404_with_the_known_ones(client, stream):
         client.models.retrieve("a/b")
 
 
-def test_fields_of_other_clients_that_change_nothing_are_taken(server):
-    body = chat(
-        "x", user="u", store=False, metadata={"a": "b"}, presence_penalty=0, logit_bias={},
-        repetition_penalty=1.0, n=None, stop=None, stream=None, temperature=None, top_k=-1,
-    )  # fmt: skip
-    assert server.client.post(CHAT, json=body).status_code == 200
-
-
 MARKED = {"cache_control": {"type": "ephemeral"}, "x": [{"y": None}]}
 CALL = {"id": "a", "index": 0, **MARKED, "function": {"name": "f", "arguments": "{}", **MARKED}}
 
@@ -181,41 +176,33 @@ def test_an_error_in_mid_stream_is_told_in_the_stream():
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_image_of_a_box_head_is_a_prompt_of_its_own(server, client, stream):
     before = len(server.engine.asked)
-    options = {"model": "person", "messages": [{"role": "user", "content": [PNG, TALL]}], "n": 2}
-    answer = ask(client, **options, stream=stream, **(
-        {"stream_options": {"include_usage": True}} if stream else {}
-    ))  # fmt: skip
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answer = ask(client, [PNG, TALL], model="person", n=2, **options)
     asked = server.engine.asked[before:]
     assert [[image.size for image in one.images] for one in asked] == [[(40, 20)], [(10, 50)]] * 2
     assert len({one.id for one in asked}) == 4
     assert all(part["type"] == "image" for one in asked for part in one.messages[0]["content"][1:])
-    if stream:
-        chunks = list(answer)
-        ending = [c for c in chunks if c.choices and c.choices[0].finish_reason]
-        assert [c.choices[0].index for c in ending] == [0, 1]
-        block, used = ending[0].valora, chunks[-1].usage
-        texts = {c.choices[0].index: c.choices[0].delta.content for c in chunks
-                 if c.choices and c.choices[0].delta.content}  # fmt: skip
-    else:
-        block, used = answer.valora, answer.usage
-        texts = {choice.index: choice.message.content for choice in answer.choices}
+    chunks = list(answer) if stream else [answer]
+    choices = [choice for chunk in chunks for choice in chunk.choices]
+    said = [(one.index, (one.delta if stream else one.message).content) for one in choices]
+    both = "\n".join(["<ref>person</ref><box>(0,0),(500,500)</box>"] * 2)
+    assert [one for one in said if one[1]] == [(0, both), (1, both)]
+    assert [one.index for one in choices if one.finish_reason] == [0, 1]
+    block = next(one.valora for one in chunks if getattr(one, "valora", None))
     assert [(i["width"], i["detections"][0]["box"]) for i in block["images"]] == [
         (40, [0.0, 0.0, 20.0, 10.0]), (10, [0.0, 0.0, 5.0, 25.0]),
     ]  # fmt: skip
-    assert set(texts) == {0, 1}
-    assert texts[0] == "\n".join(["<ref>person</ref><box>(0,0),(500,500)</box>"] * 2)
-    assert used.prompt_tokens == 2 * 69
+    assert chunks[-1].usage.prompt_tokens == 2 * 69
 
 
 def test_the_other_doors_to_a_domain_warn_too(server, client):
     answer = client.completions.create(model="person", prompt="detect person")
     assert "text completions" in answer.valora["warnings"][0]
     chunks = list(client.completions.create(model="person", prompt="detect", stream=True))
-    assert "text completions" in chunks[-1].valora["warnings"][0]
+    assert chunks[-1].valora["warnings"] == answer.valora["warnings"]
     assert client.completions.create(model="adapter-1", prompt="x").valora["warnings"] == []
-    image = {"images": [PNG["image_url"]["url"]]}
     for more in ({}, {"prompt": "detect person"}, {"prompt": " "}):
-        body = server.client.post("/v1/vision/person", json=image | more).json()
+        body = server.client.post("/v1/vision/person", json={"images": [IMAGE_URL]} | more).json()
         assert body["warnings"] == []
 
 
@@ -223,14 +210,10 @@ def test_a_domains_answers_are_as_long_as_those_that_were_measured():
     engine = FakeEngine()
     engine._served["caption"] = replace(engine._served["caption"], max_tokens=3)
     with serving(engine) as server:
-        image = PNG["image_url"]["url"]
-        asked = [
-            chat("describe the image.", image, model="caption"),
-            chat("describe the image.", image, model="caption", max_tokens=7),
-            chat("describe the image.", image, model="adapter-1"),
-        ]
-        for body, most in zip(asked, (3, 7, 256), strict=True):
-            assert server.client.post("/v1/chat/completions", json=body).status_code == 200
+        for model, more, most in (("caption", {}, 3), ("caption", {"max_tokens": 7}, 7),
+                                  ("adapter-1", {}, 256)):  # fmt: skip
+            body = chat("describe the image.", IMAGE_URL, model=model, **more)
+            assert server.client.post(CHAT, json=body).status_code == 200
             assert engine.asked[-1].sampling.max_tokens == most
-        server.client.post("/v1/vision/caption", json={"images": [image]})
+        server.client.post("/v1/vision/caption", json={"images": [IMAGE_URL]})
         assert engine.asked[-1].sampling.max_tokens == 3

@@ -1,9 +1,17 @@
-"""The completions endpoint, asked with OpenAI's client."""
+"""The endpoints of texts, completions and embeddings, asked with OpenAI's client."""
 
+import asyncio
+import base64
 import json
 import math
 
+import numpy as np
+import openai
 import pytest
+
+from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import data_url, encoded, picture, refused, serving
+from valora_serve.server.api.requests import AT_ONCE
 
 
 def test_completions_of_several_prompts_and_tokens(server, client):
@@ -76,50 +84,25 @@ def test_echo_with_logprobs_as_lm_eval_asks(server, tokenizer, count):
     assert stream["text"] == answer["choices"][0]["text"]
 
 
-def test_only_the_prompt_is_scored_with_max_tokens_0(server, tokenizer):
-    ids = tokenizer("a green key")["input_ids"]
-    body = {"prompt": ids, "max_tokens": 0, "logprobs": 1, "echo": True}
+@pytest.mark.parametrize(("words", "count"), [("a green key", 1), ("a ring " * 600, 20)])
+def test_only_the_prompt_is_scored_with_max_tokens_0(server, tokenizer, words, count):
+    ids = tokenizer(words)["input_ids"]
+    body = {"prompt": ids, "max_tokens": 0, "logprobs": count, "echo": True}
     answer = complete(server, **body)
     choice = answer["choices"][0]
-    assert choice["text"] == tokenizer.decode(ids)
-    assert len(choice["logprobs"]["tokens"]) == len(ids)
-    assert choice["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 0
-    assert answer["usage"]["total_tokens"] == answer["usage"]["prompt_tokens"]
+    assert (choice["text"], choice["finish_reason"]) == (tokenizer.decode(ids), "length")
+    assert choice["logprobs"]["tokens"] == [tokenizer.decode([token]) for token in ids]
+    assert all(len(top) <= count for top in choice["logprobs"]["top_logprobs"][1:])
+    used = answer["usage"]
+    assert (used["completion_tokens"], used["total_tokens"]) == (0, used["prompt_tokens"])
     stream = streamed(server, **body)[0]
     assert stream == {key: choice[key] for key in ("text", "logprobs", "finish_reason")}
     assert complete(server, prompt="once", max_tokens=0, echo=True)["choices"][0]["text"] == "once"
 
 
-def test_log_probabilities_of_a_long_prompt(server, tokenizer):
-    answer = complete(server, prompt=[7, 8, 9] * 600, max_tokens=0, logprobs=20, echo=True)
-    found = answer["choices"][0]["logprobs"]
-    assert len(found["token_logprobs"]) == 1800
-    assert all(len(top) <= 20 for top in found["top_logprobs"][1:])
-    assert found["tokens"][600] == tokenizer.decode([7])
-    stream = streamed(server, prompt=[7, 8, 9] * 600, max_tokens=0, logprobs=20, echo=True)[0]
-    assert stream["logprobs"] == found
-
-
-def test_penalties_and_bias_reach_the_engine(server):
-    complete(
-        server, prompt="a", max_tokens=1, frequency_penalty=-0.5, presence_penalty=1.5,
-        repetition_penalty=1.25, logit_bias={"7": -100, "0": 2.5},
-    )  # fmt: skip
-    params = server.engine.asked[-1].sampling
-    assert (params.frequency_penalty, params.presence_penalty) == (-0.5, 1.5)
-    assert params.repetition_penalty == 1.25
-    assert params.logit_bias == ((7, -100.0), (0, 2.5))
-    complete(server, prompt="a", max_tokens=1, frequency_penalty=0, logit_bias={})
-    params = server.engine.asked[-1].sampling
-    assert not params.penalised
-    assert not params.logit_bias
-
-
-TEXTS = ["naïve 😀 中文", "plain text", " leading", "<s>typed", "e\u0301 mixed 👩\u200d🚀 end"]
-
-
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "text", ["naïve 😀 中文", "plain text", " leading", "<s>typed", "e\u0301 mixed 👩\u200d🚀 end"]
+)
 @pytest.mark.parametrize("as_tokens", [False, True])
 def test_offsets_of_an_echoed_prompt_are_places_in_its_text(server, tokenizer, text, as_tokens):
     """Every token begins where the text of those before it ends, parts of characters included."""
@@ -133,3 +116,90 @@ def test_offsets_of_an_echoed_prompt_are_places_in_its_text(server, tokenizer, t
     for place, at in enumerate(found["text_offset"][:-1]):
         before = tokenizer.decode(ids[hidden:place]) if place > hidden else ""
         assert at == len(before.rstrip("\ufffd"))
+
+
+def expected(text, images=0):
+    """The fake engine's embedding, with length 1."""
+    vector = np.array([len(text), images, sum(map(ord, text)) % 97], np.float64)
+    return vector / np.linalg.norm(vector)
+
+
+@pytest.mark.parametrize("form", ["float", "base64", None])
+def test_each_text_gets_its_own_embedding(client, form):
+    options = {} if form is None else {"encoding_format": form}
+    texts = ["a red star", "blue", "ünïcode"]
+    answer = client.embeddings.create(model="adapter-1", input=texts, **options)
+    assert (answer.object, answer.model) == ("list", "adapter-1")
+    assert [item.index for item in answer.data] == [0, 1, 2]
+    for item, text in zip(answer.data, texts, strict=True):
+        found = item.embedding
+        if form == "base64":
+            found = np.frombuffer(base64.b64decode(found), "<f4")
+        assert found == pytest.approx(expected(text), abs=1e-6)
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, texts))
+
+
+def test_a_text_and_tokens(server, client):
+    (item,) = client.embeddings.create(model="tiny", input="one").data
+    assert item.embedding == pytest.approx(expected("one"), abs=1e-6)
+    for given, seen in (([5, 6, 7], [(5, 6, 7)]), ([[5], [6, 7]], [(5,), (6, 7)])):
+        before = len(server.engine.asked)
+        client.embeddings.create(model="person", input=given)
+        asked = server.engine.asked[before:]
+        assert sorted(one.token_ids for one in asked) == seen
+        assert all(one.embed and one.model == "person" for one in asked)
+
+
+def test_a_conversation_with_an_image(server):
+    parts = [{"type": "image_url", "image_url": {"url": data_url(encoded(picture()))}}]
+    for content, kinds in (
+        (parts, ["image"]),
+        ([*parts, {"type": "text", "text": "a star"}], ["image", "text"]),
+    ):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+        answer = server.client.post("/v1/embeddings", json=body)
+        assert answer.status_code == 200, answer.text
+        assert len(answer.json()["data"]) == 1
+        asked = server.engine.asked[-1]
+        assert [part["type"] for part in asked.messages[0]["content"]] == kinds
+        assert len(asked.images) == 1
+
+
+def test_dimensions_are_those_of_the_model(client):
+    assert client.embeddings.create(model="tiny", input="x", dimensions=3).data
+    with pytest.raises(openai.BadRequestError, match="have 3"):
+        client.embeddings.create(model="tiny", input="x", dimensions=2)
+
+
+def test_a_hidden_state_that_is_not_finite_is_an_error():
+    class Diverged(FakeEngine):
+        async def _answer(self, request, arrival):
+            async for output in super()._answer(request, arrival):
+                output.head.logits[0, 0] = np.inf
+                yield output
+
+    with serving(Diverged()) as server:
+        refused(server.client.post("/v1/embeddings", json={"input": "x"}), 500, "not finite")
+
+
+def test_many_texts_are_embedded_some_at_a_time_within_one_deadline():
+    class Slow(FakeEngine):
+        most = 0
+
+        async def _answer(self, request, arrival):
+            self.most = max(self.most, len(self.running))
+            await asyncio.sleep(0.1)
+            async for output in super()._answer(request, arrival):
+                yield output
+
+    engine = Slow()
+    texts = [f"text {number}" for number in range(2 * AT_ONCE + 10)]
+    with serving(engine) as server:
+        body = {"input": texts, "valora": {"deadline": 20}}
+        found = server.client.post("/v1/embeddings", json=body).json()["data"]
+        assert engine.most == AT_ONCE
+        assert [one["index"] for one in found] == list(range(len(texts)))
+        alone = server.client.post("/v1/embeddings", json={"input": texts[-1]}).json()["data"]
+        assert found[-1]["embedding"] == alone[0]["embedding"] != found[0]["embedding"]
+        [(_, left)] = {(one.arrival, one.deadline) for one in engine.asked[: len(texts)]}
+        assert 19 < left <= 20  # also of the last, before which two groups came

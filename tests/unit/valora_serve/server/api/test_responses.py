@@ -13,6 +13,7 @@ from valora_serve.errors import NonFiniteError, QuarantinedError
 from valora_serve.types import Finish, Logprob, Output, TokenLogprobs
 
 VALUES = (math.nan, math.inf, -math.inf, -1e30, -0.25)
+BODIES = {CHAT: chat("hello"), "/v1/completions": {"prompt": "hello"}}
 REASON = "merging it makes base weights infinite or NaN"
 
 
@@ -44,17 +45,10 @@ class Strange(FakeEngine):
         return replace(super().stats(), non_finite=4, unmergeable=("person",), quarantined=found)
 
 
-@pytest.fixture(scope="module")
-def running():
-    with serving(Strange()) as server:
-        yield server
-
-
 @pytest.fixture
-def server(running):
-    running.engine.breaks_at = running.engine.refuse = None
-    running.engine.asked.clear()
-    return running
+def server():
+    with serving(Strange()) as running:
+        yield running
 
 
 def events(response):
@@ -64,14 +58,11 @@ def events(response):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("path", BODIES)
 def test_no_log_probability_breaks_an_answer(server, path, stream):
     body = {"max_tokens": 5, "stream": stream}
-    if path == CHAT:
-        body |= chat("hello", logprobs=True, top_logprobs=5)
-    else:
-        body |= {"prompt": "hello", "logprobs": 5}
-    response = server.client.post(path, json=body)
+    asked = {"logprobs": True, "top_logprobs": 5} if path == CHAT else {"logprobs": 5}
+    response = server.client.post(path, json=BODIES[path] | body | asked)
     assert response.status_code == 200
     parts = events(response) if stream else [response.json()]
     assert not any("error" in part for part in parts)
@@ -87,10 +78,10 @@ def test_no_log_probability_breaks_an_answer(server, path, stream):
     assert tops == [[-9999.0] * 4 + [-0.25]] * 5
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("path", BODIES)
 def test_an_answer_that_is_not_finite(server, path):
     server.engine.breaks_at = 2
-    body = chat("hello") if path == CHAT else {"prompt": "hello"}
+    body = BODIES[path]
     whole = server.client.post(path, json=body)
     assert whole.status_code == 422
     assert whole.json()["error"]["code"] == "non_finite_output"

@@ -248,7 +248,9 @@ def test_arguments_follow_the_parameters(server, client, parameters, arguments):
         {"modalities": ["text"], "audio": None, "reasoning_effort": "low", "verbosity": "low",
          "prediction": {"type": "content", "content": "x"}, "web_search_options": None,
          "prompt_cache_retention": "24h", "moderation": None,
-         "prompt_cache_options": {"mode": "implicit"}},
+         "prompt_cache_options": {"mode": "implicit"}, "user": "u", "store": False,
+         "metadata": {"a": "b"}, "presence_penalty": 0, "logit_bias": {}, "top_k": -1, "n": None,
+         "repetition_penalty": 1.0, "stop": None, "stream": None, "temperature": None},
     ],
 )  # fmt: skip
 def test_requests_without_tools_are_answered_in_words(server, more):

@@ -38,21 +38,17 @@ def test_json_and_multipart_say_the_same(server):
         {"label": "person", "confidence": 0.9, "box": [0.0, 0.0, 20.0, 10.0]}
     ]
     assert second["detections"][0]["box"] == [0.0, 0.0, 10.0, 30.0]
-    assert by_json["domain"] == "person"
-    assert by_json["kind"] == "detection"
-    assert (by_json["adapter"], by_json["bundle"]) == ("adapter-1", "d@1")
+    facts = {"domain": "person", "kind": "detection", "adapter": "adapter-1", "bundle": "d@1"}
+    assert facts.items() <= by_json.items()
     assert by_json["usage"]["prompt_tokens"] == 2 * 69
 
 
 def test_fields_of_a_form(server):
-    answer = post(
-        server, "person", files={"image": encoded(WIDE)},
-        data={"min_score": "0.3", "deadline": "5", "prompt": "detect person", "max_tokens": "7"},
-    )  # fmt: skip
+    data = {"min_score": "0.3", "deadline": "5", "prompt": "detect person", "max_tokens": "7"}
+    answer = post(server, "person", files={"image": encoded(WIDE)}, data=data)
     assert len(answer.json()["results"][0]["detections"]) == 2
     asked = server.engine.asked[-1]
-    assert asked.min_score == 0.3
-    assert asked.sampling.max_tokens == 7
+    assert (asked.min_score, asked.sampling.max_tokens) == (0.3, 7)
     assert asked.messages[0]["content"][0] == {"type": "text", "text": "detect person"}
 
 
@@ -139,8 +135,9 @@ def look(server, domains, **more):
 def test_several_domains_answer_as_each_does_alone(server):
     urls = [data_url(encoded(WIDE)), data_url(encoded(TALL))]
     found = look(server, ["scene", "person", "caption"], images=urls, min_score=0.3).json()
-    assert found["object"] == "vision.look"
-    assert list(found["domains"]) == ["scene", "person", "caption"]
+    assert (found["object"], list(found["domains"])) == (
+        "vision.look", ["scene", "person", "caption"]
+    )  # fmt: skip
     for name, got in found["domains"].items():
         alone = post(server, name, json={"images": urls, "min_score": 0.3}).json()
         for varying in ("id", "created", "seconds"):
@@ -255,22 +252,15 @@ def test_a_thousand_wrong_names_cost_little_where_there_are_many_domains(monkeyp
         assert found["x1"]["error"]["message"].endswith(", d018 and 283 more (see /v1/models)")
 
 
-@pytest.mark.parametrize(
-    ("domains", "name", "said"),
-    [
-        (["person", "cats"], "cats", "There is no domain 'cats'"),
-        (["person", ""], "", "There is no domain ''"),
-        (["person", "adapter-1"], "adapter-1", "There is no domain"),
-    ],
-)
-def test_what_is_wrong_with_one_domain_concerns_it_alone(server, domains, name, said):
-    answer = look(server, domains)
+@pytest.mark.parametrize("name", ["cats", "", "adapter-1"])
+def test_what_is_wrong_with_one_domain_concerns_it_alone(server, name):
+    answer = look(server, ["person", name])
     assert answer.status_code == 200, answer.text
     found = answer.json()["domains"]
     assert found["person"]["results"][0]["detections"]
-    assert found[name]["error"]["message"].startswith(said)
+    assert found[name]["error"]["message"].startswith(f"There is no domain {name!r}")
     assert found[name]["error"]["code"]
-    assert look(server, domains[1:]).status_code == 404  # nothing else is left to answer
+    assert look(server, [name]).status_code == 404  # nothing else is left to answer
 
 
 @pytest.mark.parametrize("domains", [None, [], "person", 3, {}, [3], ["x"] * 1001])

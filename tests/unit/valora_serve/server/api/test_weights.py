@@ -31,11 +31,11 @@ def test_the_engine_gets_the_weights(server, path, model):
         assert request.model == (model or "tiny")
 
 
-@pytest.mark.parametrize("others", [[], [{"name": NAME}]])
-def test_unknown_adapters_are_told(server, others):
-    given = {"adapters": [*others, {"name": "nobody", "weight": 0.5}]}
-    body = BODIES["/v1/completions"] | {"valora": given}
-    refused(server.client.post("/v1/completions", json=body), 404, "nobody")
+def test_unknown_adapters_are_told(server):
+    for others in ([], [{"name": NAME}]):
+        given = {"adapters": [*others, {"name": "nobody", "weight": 0.5}]}
+        body = BODIES["/v1/completions"] | {"valora": given}
+        refused(server.client.post("/v1/completions", json=body), 404, "nobody")
 
 
 def test_each_adapter_counts(server):

@@ -1,20 +1,63 @@
-"""``/v1/contexts``: who may, what is refused, what is remembered; and questions about contexts."""
+"""What is served: the list of models; contexts, who may make them and what is kept; examples."""
 
 import asyncio
-import contextlib
 import errno
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from tests.support.disk_faults import failing
-from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import ADMIN, adapter, loading, refused, serving, until
+from tests.support.fake_engine import PERSON, SCENE, FakeEngine
+from tests.support.http_helpers import (
+    ADMIN,
+    adapter,
+    encoded,
+    loading,
+    picture,
+    refused,
+    serving,
+    until,
+)
 from valora_serve.errors import StorageError
+from valora_serve.server.api import models
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.loading.state_file import StateFile
+from valora_serve.server.service import without_folder
 from valora_serve.types import NewContext
 
-HEADERS = {"authorization": f"Bearer {ADMIN}"}
+PNG = encoded(picture(40, 20))
+
+
+def test_models_list_says_what_is_known(client):
+    listed = {model.id: model for model in client.models.list()}
+    assert next(iter(listed)) == "tiny"
+    person = listed["person"]
+    assert (person.parent, person.root, person.task) == ("adapter-1", "bundles/d", "detection")
+    assert (person.labels, person.accuracy, person.metric) == (["person"], 0.87, "f1@0.5")
+    assert (person.head, person.rank, person.max_model_len) == ("detection", 8, 2048)
+    assert listed["adapter-1"].parent == "tiny"
+    assert client.models.retrieve("scene").labels == ["street", "beach"]
+
+
+def test_the_list_of_models_is_made_off_the_event_loop(monkeypatch):
+    """There may be thousands of adapters."""
+    threads = set()
+
+    def told(model):
+        threads.add(threading.current_thread().name)
+        return without_folder(model)
+
+    monkeypatch.setattr(models, "without_folder", told)
+    with serving() as server:
+        found = server.client.get("/v1/models").json()
+        assert [one["id"] for one in found["data"]] == [one.name for one in server.engine.models()]
+        assert found["object"] == "list"
+        one = server.client.get("/v1/models/tiny").json()
+        assert one == found["data"][0]
+    assert any(name.startswith("work") for name in threads)
 
 
 @pytest.fixture
@@ -23,10 +66,10 @@ def place(tmp_path):
     return tmp_path
 
 
-@contextlib.contextmanager
+@contextmanager
 def opened(given, engine=None, served=None):
     with serving(engine, served=served, **given) as server:
-        server.client.headers.update(HEADERS)
+        server.client.headers["authorization"] = f"Bearer {ADMIN}"
         yield server
 
 
@@ -160,3 +203,53 @@ def test_a_context_that_cannot_be_recorded_is_not_served(place):
     asyncio.run(refused())
     assert {model.name: model for model in engine.models()} == before
     assert len(list((place / "adapters/contexts").iterdir())) == 1
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    tmp_path = tmp_path_factory.mktemp("bundle")
+    (tmp_path / "golden").mkdir()
+    for name in ("person-0", "scene-0", "scene-0-1"):
+        (tmp_path / "golden" / f"{name}.png").write_bytes(PNG)
+    (tmp_path / "weights.safetensors").write_bytes(b"secret")
+    examples = [
+        {"domain": "person", "image": "golden/person-0.png", "expected": [],
+         "teacher": [{"label": "person", "box": [1, 2.5, 30, 18], "confidence": 0.75}]},
+        {"domain": "scene", "image": "golden/scene-0.png", "rest": ["golden/scene-0-1.png"],
+         "media": "video", "question": "what?", "expected": "street",
+         "teacher": {"label": "beach", "confidence": 0.625}},
+        {"domain": "person", "image": "weights.safetensors", "expected": []},
+        {"domain": "other", "image": "golden/person-0.png", "expected": []},
+    ]  # fmt: skip
+    (tmp_path / "golden" / "golden.json").write_text(json.dumps(examples))
+    domains = {name: {} for name in ("person", "scene", "other")}
+    (tmp_path / "bundle.json").write_text(json.dumps({"domains": domains}))
+    engine = FakeEngine()
+    engine._served |= {m.name: replace(m, root=str(tmp_path)) for m in (PERSON, SCENE)}
+    with serving(engine) as running:
+        running.folder = tmp_path
+        yield running
+
+
+def test_examples_of_served_domains_are_listed_with_their_images(shelf):
+    found = shelf.client.get("/v1/examples").json()["data"]
+    assert [(entry["domain"], entry["number"], entry["video"]) for entry in found] == [
+        ("person", 0, False), ("person", 1, False), ("scene", 0, True),
+    ]  # fmt: skip
+    assert found[2]["question"] == "what?"
+    assert found[2]["images"] == ["v1/examples/scene/0/0", "v1/examples/scene/0/1"]
+    answer = shelf.client.get("/" + found[2]["images"][1])
+    assert (answer.content, answer.headers["content-type"]) == (PNG, "image/png")
+    assert str(shelf.folder) not in json.dumps(found)
+
+
+@pytest.mark.parametrize("path", ["person/1/0", "person/0/1", "person/9/0", "cow/0/0"])
+def test_nothing_else_is_sent(shelf, path):
+    answer = shelf.client.get(f"/v1/examples/{path}")
+    assert answer.status_code == 404
+    assert b"secret" not in answer.content
+
+
+def test_a_folder_that_is_gone_has_no_examples(shelf):  # the last one, as it stays so
+    (shelf.folder / "golden" / "golden.json").write_text("{")
+    assert shelf.client.get("/v1/examples").json()["data"] == []

@@ -111,7 +111,7 @@ def serve(
     from valora_serve.server.loading.served_set import check_folder
     from valora_serve.server.loading.state_file import StateFile, own_state
     from valora_serve.server.resolving.cache import lock_folder
-    from valora_serve.server.resolving.registry import make_resolvers
+    from valora_serve.server.resolving.sources import make_resolvers
     from valora_serve.server.samples import Samples
     from valora_serve.server.telemetry import logs
 
@@ -129,8 +129,8 @@ def serve(
         if settings.allow_runtime_loading:
             held.enter_context(own_state(Path(settings.state_file)))
         if settings.adapter_folder:
-            check_folder(Path(settings.adapter_folder))
-            StateFile(Path(settings.state_file)).read()
+            check_folder(settings.adapter_folder)
+            StateFile(settings.state_file).read()
         sockets = bind(settings)
         return asyncio.run(
             _serve(sockets, bundles, settings, engine_settings, replica_settings, began, on_started)

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
@@ -127,15 +128,12 @@ def text(file, rng):
 
 
 NODES = {
-    "directory": lambda file: file.mkdir(),
-    "pipe": os.mkfifo,
+    "directory": Path.mkdir, "pipe": os.mkfifo, "empty": Path.touch, "gone": lambda file: None,
     "link": lambda file: file.symlink_to("/etc/passwd"),
     "device": lambda file: file.symlink_to("/dev/zero"),
     "circle": lambda file: file.symlink_to(file),
     "sparse": lambda file: file.touch() or os.truncate(file, 40 << 30),
-    "empty": lambda file: file.touch(),
-    "gone": lambda file: None,
-}
+}  # fmt: skip
 
 
 def node(file, rng):

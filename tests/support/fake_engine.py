@@ -340,6 +340,9 @@ class FakeEngine:
     def count_tokens(self, text):
         return len(text.split())
 
+    async def warm_up(self):
+        pass
+
     async def close(self, drain=0.0):
         self.closed = True
         self.healthy = False

@@ -17,8 +17,8 @@ from PIL import Image
 from tests.support.fake_engine import FakeEngine
 from valora_serve.server.app import create_app, make_server
 from valora_serve.server.listen import bind
+from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.media.reader import MediaReader
-from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
@@ -74,11 +74,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(engine=None, tracer=None, served=None, *, share_by="none", **settings):
+def serving(engine=None, served=None, *, share_by="none", **settings):
     """A server with these settings."""
     engine = engine or FakeEngine()
     chosen = ServerSettings(**({"port": 0, "drain_seconds": 1.0} | settings))
-    app = create_app(engine, chosen, served, tracer=tracer, share_by=share_by)
+    app = create_app(engine, chosen, served, share_by=share_by)
     server = make_server(app, chosen)
     thread = threading.Thread(target=server.run, args=(bind(chosen),), daemon=True)
     thread.start()

@@ -6,7 +6,6 @@ import inspect
 import json
 import pickle
 from types import SimpleNamespace
-from unittest.mock import AsyncMock
 
 import httpx
 
@@ -80,8 +79,7 @@ class Running(EngineReplica):
         self._given = place / "given"
 
     async def start(self):
-        warm_up, given = AsyncMock(), [self._given]
-        await startup.load_all(self.engine, given, self.served_set, warm_up=warm_up, replay=False)
+        await startup.load_all(self.engine, [self._given], self.served_set)
         app = create_app(self.engine, self.settings, self.served_set)
         await self._listen(app, bind(self.settings)[0], self.settings)
         self.gate, self.url = self._gate, self._url

@@ -38,7 +38,7 @@ from valora_serve.server.errors import error_answer, error_body
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.middleware import SECURE, Middleware
 from valora_serve.server.telemetry import logs
-from valora_serve.server.telemetry.adapter_states import STATES
+from valora_serve.server.telemetry.metrics import STATES
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
@@ -45,8 +44,7 @@ from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.samples import Samples
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
-from valora_serve.server.telemetry.adapter_states import follow_adapters
-from valora_serve.server.telemetry.metrics import Metrics
+from valora_serve.server.telemetry.metrics import Metrics, follow_adapters
 from valora_serve.server.telemetry.spans import Tracer
 from valora_serve.types import EngineClient
 
@@ -64,40 +62,25 @@ def create_app(
     engine: EngineClient,
     settings: ServerSettings,
     served: ServedSet | None = None,
-    tracer: Tracer | None = None,
     *,
     share_by: str = "none",  # by what the engine keeps the shares: ``key`` or ``adapter``
     shares: Mapping[str, float] | None = None,
 ) -> FastAPI:
     """Make the ASGI application, which closes the engine at shutdown."""
-    tracer = tracer or Tracer.to(settings.otlp_endpoint)
-    admission = Admission(
-        settings.max_waiting,
-        deadline_admission=settings.deadline_admission,
-        deadline=settings.deadline,
-        deadlines=settings.deadlines,
-        shares=None if share_by == "none" else shares or {},
-    )
+    tracer = Tracer(settings.otlp_endpoint)
+    admission = Admission(settings, None if share_by == "none" else shares or {})
     metrics = Metrics(engine)
-    if served is None:
-        folder = Path(settings.adapter_folder) if settings.adapter_folder else None
-        served = ServedSet(engine, folder, StateFile(Path(settings.state_file)))
+    served = served or ServedSet(engine, settings.adapter_folder, StateFile(settings.state_file))
     sharing, samples = settings.cache_sharing, Samples(settings)
     service = Service(engine, admission, metrics, tracer, share_by, sharing, samples)
     on_request = OnRequest(service, served, settings) if settings.adapter_sources else None
-    follow_adapters(metrics, service, on_request)
+    follow_adapters(metrics, engine, on_request)
     context = ServerContext(
-        settings=settings,
-        service=service,
+        settings=settings, service=service, metrics=metrics, served=served, on_request=on_request,
         media=MediaReader(settings, text_only=engine.models()[0].media == "text"),
-        grammars=Grammars(engine),
-        metrics=metrics,
-        served=served,
-        on_request=on_request,
-        guard=Guard(settings),
-        bodies=Bodies(settings),
+        grammars=Grammars(engine), guard=Guard(settings), bodies=Bodies(settings),
         started=time.monotonic(),
-    )
+    )  # fmt: skip
 
     @contextlib.asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -212,20 +195,11 @@ def make_server(app: FastAPI, settings: ServerSettings) -> uvicorn.Server:
     ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
     drain: Any = settings.drain_seconds
     config = uvicorn.Config(
-        app,
-        http=SmallReads,
-        ws="none",
-        lifespan="on",
-        loop="asyncio",
-        log_config=None,
-        access_log=False,
-        server_header=False,
+        app, http=SmallReads, ws="none", lifespan="on", loop="asyncio",
+        log_config=None, access_log=False, server_header=False,
         proxy_headers=False,  # uvicorn believes those of 127.0.0.1
-        backlog=2048,
-        limit_concurrency=settings.max_connections,
-        timeout_keep_alive=15,
-        timeout_graceful_shutdown=drain,
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
-    )
+        backlog=2048, limit_concurrency=settings.max_connections,
+        timeout_keep_alive=15, timeout_graceful_shutdown=drain,
+        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
+    )  # fmt: skip
     return _Server(config)

@@ -6,7 +6,6 @@ import errno
 import socket
 import ssl
 from pathlib import Path
-from typing import NoReturn
 
 from valora_serve.errors import SettingsError
 from valora_serve.server.settings import ServerSettings
@@ -78,16 +77,12 @@ def check_certificate(settings: ServerSettings) -> None:
     """Check the files of tls_cert and tls_key."""
     if settings.tls_cert is None or settings.tls_key is None:
         return
-
-    def asked() -> NoReturn:
-        raise SettingsError(f"tls_key {settings.tls_key} needs a password: name a key without one")
-
     try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            settings.tls_cert, settings.tls_key, password=asked
-        )
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"tls_cert {settings.tls_cert} and tls_key {settings.tls_key} are no certificate and "
-            f"its private key ({error}): name two PEM files that belong together"
+            f"its private key ({error}): name two PEM files that belong together, the key without "
+            "a password"
         ) from error

@@ -7,6 +7,7 @@ import contextlib
 import time
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from valora_serve.errors import DrainingError, ServeError
@@ -41,10 +42,8 @@ class Middleware:
         root: str = self._settings.root_path or scope.get("root_path", "")
         # A proxy may have taken the root path off, or not.
         path = scope["path"] if f"{scope['path']}/".startswith(f"{root}/") else root + scope["path"]
-        sent = [
-            text.decode("latin-1") for name, text in scope["headers"] if name == b"x-request-id"
-        ]
-        identity = sent[0] if sent and logs.SOUND_ID.fullmatch(sent[0]) else logs.new_id()
+        sent = Headers(scope=scope).get("x-request-id", "")
+        identity = sent if logs.SOUND_ID.fullmatch(sent) else logs.new_id()
         token = logs.request_id.set(identity)
         stack = contextlib.ExitStack()  # what the request holds until its response is sent
         # A replica has given the facts' place, as its front logs the request.

@@ -155,14 +155,9 @@ class Service:
         return None if key is None and salt is None else repr((key, salt))
 
     async def ask(
-        self,
-        ticket: Ticket,
-        request: Request,
-        headers: Mapping[str, str],
-        *,
-        stream: bool = True,
-        answering: AsyncGenerator[Output, None] | None = None,
-    ) -> AsyncGenerator[Output, None]:
+        self, ticket: Ticket, request: Request, headers: Mapping[str, str], *,
+        stream: bool = True, answering: AsyncGenerator[Output, None] | None = None,
+    ) -> AsyncGenerator[Output, None]:  # fmt: skip
         """Outputs of an admitted request; closing the iterator cancels the request."""
         name, constraint = ticket.model.name, request.sampling.constraint
         tokens_at: list[float] = []
@@ -244,12 +239,8 @@ class Service:
 
 def without_folder(model: ServedModel) -> ServedModel:
     """A model as clients see it: named without folders of this machine, which nobody needs."""
-    return replace(
-        model,
-        name=last_part(model.name),
-        root=last_part(model.root),
-        parent=None if model.parent is None else last_part(model.parent),
-    )
+    parent = model.parent and last_part(model.parent)
+    return replace(model, name=last_part(model.name), root=last_part(model.root), parent=parent)
 
 
 def last_part(name: str) -> str:

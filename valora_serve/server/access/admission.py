@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from valora_data.wording import agreeing, plural
 from valora_serve.errors import OverloadedError, RateLimitError
+from valora_serve.server.settings import ServerSettings
 from valora_serve.types import Times
 
 REMEMBERED = 10_000  # callers and models that are remembered; the oldest is dropped first
@@ -77,23 +78,11 @@ class Admission:
     less than its share of the queue is admitted to a full one, which may then be twice as long, and
     what others have sent beyond their shares is not counted before its requests.
 
-    `deadlines` are those of domains, in seconds from arrival, which override `deadline` (0 for
-    none). `shares` are those of clients, 1 for whom they do not name; None if none are kept.
+    `shares` are those of clients, 1 for whom they do not name; None if none are kept.
     """
 
-    def __init__(
-        self,
-        max_waiting: int,
-        *,
-        deadline_admission: bool,
-        deadline: float,
-        deadlines: Mapping[str, float],
-        shares: Mapping[str, float] | None = None,
-    ) -> None:
-        self._max_waiting = max_waiting
-        self._deadline_admission = deadline_admission
-        self._deadline = deadline
-        self._deadlines = dict(deadlines)
+    def __init__(self, settings: ServerSettings, shares: Mapping[str, float] | None = None) -> None:
+        self._settings = settings
         self._service: dict[str, _Average] = {}
         self._gap = _Average()
         self._last_end: float | None = None
@@ -103,7 +92,7 @@ class Admission:
 
     def deadline(self, model: str | None, wanted: float | None) -> float | None:
         """Deadline in seconds: the request's own, but no longer than that of its domain."""
-        own = self._deadlines.get(model or "", self._deadline) or None
+        own = self._settings.deadlines.get(model or "", self._settings.deadline) or None
         return min((one for one in (wanted, own) if one is not None), default=None)
 
     def waiting(self, running: int) -> int:
@@ -127,38 +116,33 @@ class Admission:
         return shares.get(client, 1.0) / sum(shares.get(one, 1.0) for one in inside)
 
     def check(
-        self,
-        model: str | None,
-        running: int,
-        deadline: float | None,
-        count: int,
-        client: str = "",
-        own: int | None = None,
-    ) -> None:
+        self, model: str | None, running: int, deadline: float | None, count: int,
+        client: str = "", own: int | None = None,
+    ) -> None:  # fmt: skip
         """Refuse requests that come beside others, `count` together, `own` of them this client's.
 
         All are checked before any enters: one request for several models fits as a whole or not.
         """
-        waiting = self.waiting(running)
+        waiting, most = self.waiting(running), self._settings.max_waiting
         inside = self._clients[client] + (count if own is None else own)
-        shared = self._shares is not None and inside <= self._max_waiting * self._part(client)
-        if waiting + count > self._max_waiting * (2 if shared else 1):
+        shared = self._shares is not None and inside <= most * self._part(client)
+        if waiting + count > most * (2 if shared else 1):
             wait = min(LONGEST_RETRY, max(1.0, waiting * self._gap.value / 2))
             raise OverloadedError(
                 f"{plural(waiting, 'request|requests is|are')} waiting, and no more than "
-                f"{self._max_waiting} may: try again in {math.ceil(wait)} s"
+                f"{most} may: try again in {math.ceil(wait)} s"
                 f"{', with fewer' * (count > 1)}",
                 wait,
             )
-        expected = self.predicted(model, running, client)
-        if self._deadline_admission and deadline is not None and waiting and expected is not None:
-            late = expected - deadline
-            if late > 0:
-                raise OverloadedError(
-                    f"The answer is expected after {expected:.2f} s, later than the deadline of "
-                    f"{deadline:.2f} s: try again in {math.ceil(late)} s, or allow more time",
-                    min(LONGEST_RETRY, max(1.0, late)),
-                )
+        due = math.inf if deadline is None else deadline
+        expected = self.predicted(model, running, client) or 0.0
+        if self._settings.deadline_admission and waiting and expected > due:
+            late = expected - due
+            raise OverloadedError(
+                f"The answer is expected after {expected:.2f} s, later than the deadline of "
+                f"{due:.2f} s: try again in {math.ceil(late)} s, or allow more time",
+                min(LONGEST_RETRY, max(1.0, late)),
+            )
 
     def enter(self, count: int = 1, client: str = "") -> None:
         """Count requests that were checked."""

@@ -123,7 +123,8 @@ class Sites:
         self._hosts = {"localhost", socket.gethostname().lower(), bound.lower()}
         self._hosts |= {host.lower().rstrip(".") for host in hosts}
         self._origins = {origin.lower().rstrip("/") for origin in origins}
-        self._public = not _is_loopback(bound)
+        own = _address(bound)
+        self._public = bound.lower() != "localhost" and not (own and own.is_loopback)
 
     def check(self, scope: Scope, headers: Headers, *, any_host: bool) -> None:
         """Check a request."""
@@ -147,22 +148,18 @@ class Sites:
 
     def _is_own_address(self, host: str, scope: Scope) -> bool:
         """Whether the host is an address that may be this server's; rebinding needs a name."""
-        try:
-            address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
-        except ValueError:
+        if (address := _address(host)) is None:
             return False
         server = scope.get("server") or ("",)
         return self._public or address.is_loopback or str(address) == server[0]
 
     def _check_origin(self, headers: Headers, named: str) -> None:
         origin = headers.get("origin")
-        site = headers.get("sec-fetch-site", "none").lower()
         if "*" in self._origins or (origin or "").lower() in self._origins:
             return
+        foreign = origin is not None and _netloc(origin) != named.lower()
         if origin is None:
-            foreign = site in ("cross-site", "same-site")
-        else:
-            foreign = _netloc(origin) != named.lower()
+            foreign = headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
         if foreign:
             raise ForbiddenError(
                 f"Pages of {(origin or 'another site')[:100]!a} may not send requests here: name "
@@ -171,15 +168,13 @@ class Sites:
 
 
 def _netloc(origin: str) -> str | None:
-    try:
+    with contextlib.suppress(ValueError):
         parts = urlsplit(origin)
-    except ValueError:
-        return None
-    return parts.netloc.lower() if parts.scheme in ("http", "https") else None
+        return parts.netloc.lower() if parts.scheme in ("http", "https") else None
+    return None
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    return None

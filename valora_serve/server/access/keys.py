@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import re
@@ -81,9 +82,8 @@ class KeyRing:
 
     def __init__(self, settings: ServerSettings) -> None:
         self._path = None if settings.keys_file is None else Path(settings.keys_file)
-        self._fixed = []
-        if settings.api_key:
-            self._fixed.append(Key("api_key", "admin", hashed(settings.api_key)))
+        own = settings.api_key
+        self._fixed = [Key("api_key", "admin", hashed(own))] if own else []
         self._looked, self._version = time.monotonic(), self._version_now()
         self._keys = self._read()
 
@@ -103,25 +103,19 @@ class KeyRing:
 
     def update(self) -> None:
         """Read the file again if it has changed; looked at once in `LOOK_SECONDS`."""
-        now = time.monotonic()
+        now, known = time.monotonic(), self._version
         if now - self._looked < LOOK_SECONDS:
             return
-        self._looked = now
-        version = self._version_now()
-        if version == self._version:
+        self._looked, self._version = now, self._version_now()
+        if self._version == known:
             return
-        self._version = version
         try:
             keys = self._read()
         except SettingsError as error:
             logs.LOG.error("API keys stay as they were: %s", error)
             return
-        added = {key.name for key in keys} - {key.name for key in self._keys}
-        removed = {key.name for key in self._keys} - {key.name for key in keys}
-        logs.LOG.info(
-            "API keys read again: %d (new: %s; removed: %s)", len(keys),
-            ", ".join(sorted(added)) or "none", ", ".join(sorted(removed)) or "none",
-        )  # fmt: skip
+        changed = ", ".join(sorted({key.name for key in {*keys} ^ {*self._keys}})) or "none"
+        logs.LOG.info("API keys read again: %d (changed: %s)", len(keys), changed)
         self._keys = keys
 
     def _read(self) -> list[Key]:
@@ -136,13 +130,10 @@ class KeyRing:
 
     def _version_now(self) -> tuple[int, int, int] | None:
         """What changes with the file's content; None if it cannot be looked at."""
-        if self._path is None:
-            return None
-        try:
-            facts = self._path.stat()
-        except OSError:
-            return None
-        return facts.st_ino, facts.st_size, facts.st_mtime_ns
+        with contextlib.suppress(OSError):
+            facts = self._path.stat() if self._path else None
+            return facts and (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+        return None
 
     def check(self, authorization: str | None, *, admin: bool = False) -> Key | None:
         """Find the key of an Authorization header; all are compared, each in constant time."""
@@ -155,10 +146,8 @@ class KeyRing:
                 "This server requires an API key: send it as `Authorization: Bearer KEY`"
             )
         sent = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).hexdigest()
-        found: Key | None = None
-        for key in self._keys:
-            if hmac.compare_digest(key.sha256, sent):
-                found = key
+        same = [key for key in self._keys if hmac.compare_digest(key.sha256, sent)]
+        found = same[-1] if same else None
         if found is None:
             raise UnauthorizedError("This API key is not known: ask the operator for a new one")
         if admin and found.role != "admin":

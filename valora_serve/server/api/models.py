@@ -23,7 +23,7 @@ from valora_serve.server.api.schema import Body, Done, Listed, Text, fields_of, 
 from valora_serve.server.context import ServerContext
 from valora_serve.server.loading.golden import IMAGE_BYTES, Example, TeacherAnswer, read_examples
 from valora_serve.server.service import last_part, without_folder
-from valora_serve.server.telemetry.adapter_states import adapter_states
+from valora_serve.server.telemetry.metrics import adapter_states
 from valora_serve.types import NewContext, ServedModel
 
 MAX_BODY_BYTES = 64 * 1024  # names and paths only

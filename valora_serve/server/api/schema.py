@@ -28,7 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from valora_data.contract.results import Detection
-from valora_serve.server.media.urls import MediaUrl
+from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.types import MAX_MIXED, MAX_WEIGHT
 
 T = TypeVar("T")

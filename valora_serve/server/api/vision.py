@@ -27,7 +27,7 @@ from valora_serve.server.api.requests import Arrival, check_text
 from valora_serve.server.context import ServerContext
 from valora_serve.server.errors import error_body, invalid
 from valora_serve.server.gather import gathered
-from valora_serve.server.media.urls import MediaUrl
+from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.service import Ticket, domain_of
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry.logs import new_id

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, model_validator
 
 from valora_data.contract.bundle import GOLDEN, MANIFEST
@@ -15,27 +14,29 @@ from valora_data.contract.files import UnreadableError, read_bytes, read_json, s
 from valora_data.contract.manifest import PROMPT_LENGTH
 from valora_data.contract.results import CONFIDENCE_TOLERANCE, computed_in, text_matches
 from valora_serve.errors import AdapterError, ImageError
-from valora_serve.server.media.decode import Limits
-from valora_serve.server.media.pool import Job, shared_pool
+from valora_serve.server.media.fetch import MediaUrl
+from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.settings import ServerSettings
 from valora_serve.types import EngineClient, Finish, Request, SamplingParams
 
 MAX_EXAMPLES = 1000  # most golden examples of a bundle
 MAX_IMAGES = 256  # most images or frames of a golden example
 IMAGE_BYTES = 64 << 20  # most bytes of the file of a golden image
-LIMITS = Limits(
-    pixels=40_000_000, video_pixels=0, side=65_535, ratio=200.0, memory=2**30, seconds=30.0,
-    video_seconds=0.0, frames=1,
+LIMITS = ServerSettings(
+    max_image_bytes=IMAGE_BYTES, max_image_pixels=40_000_000, max_image_side=65_535,
+    max_image_ratio=200.0, max_request_pixels=160_000_000, max_decode_bytes=2**30,
+    decode_seconds=30.0, media_seconds=30.0,
 )  # fmt: skip
-"""Limits of a golden image."""
-MAX_PIXELS = 160_000_000  # most pixels of the images of one golden example
+"""Limits of the images of a golden example."""
 
 
 async def replay(engine: EngineClient, folder: Path) -> int:
     """Send the golden examples of a served bundle to the engine and compare the answers."""
+    reader = MediaReader(LIMITS)
     try:
         examples = await asyncio.to_thread(read_examples, folder)
         for number, example in enumerate(examples):
-            await _check(engine, folder, number, example)
+            await _check(engine, reader, folder, number, example)
     except (
         OSError, ValueError, KeyError, TypeError, AttributeError, ImageError, UnreadableError
     ) as error:  # fmt: skip
@@ -45,6 +46,8 @@ async def replay(engine: EngineClient, folder: Path) -> int:
         raise AdapterError(
             f"the golden examples of {folder.name} are damaged ({reason}): export the bundle again"
         ) from error
+    finally:
+        await reader.close()
     return len(examples)
 
 
@@ -131,10 +134,14 @@ def read_examples(folder: Path) -> list[Example]:
 _LISTED = TypeAdapter(Annotated[list[Example], Field(max_length=MAX_EXAMPLES)])
 
 
-async def _check(engine: EngineClient, folder: Path, number: int, example: Example) -> None:
+async def _check(
+    engine: EngineClient, reader: MediaReader, folder: Path, number: int, example: Example
+) -> None:
     domain, threshold = example.domain, example.threshold
     named = example.files[0].name if example.files else shown(example.question)
-    pictures = await _pictures(example)
+    files = [await asyncio.to_thread(read_bytes, one, IMAGE_BYTES) for one in example.files]
+    with reader.pixels() as pixels:
+        pictures = await reader.images([MediaUrl(content) for content in files], pixels)
     tokens, head, text = example.max_tokens, None, ""
     request = Request.about(
         pictures, example.question, id=f"golden-{folder.name}-{number}", model=domain,
@@ -161,20 +168,3 @@ async def _check(engine: EngineClient, folder: Path, number: int, example: Examp
             f"{shown(expected)}, got {shown(found)}; the bundle is not served (set golden to false "
             "to serve it all the same)"
         )
-
-
-async def _pictures(example: Example) -> list[Image.Image]:
-    pixels = 0
-
-    def take(count: int) -> None:
-        nonlocal pixels
-        pixels += count
-        if pixels > MAX_PIXELS:
-            raise ImageError(f"an example has more than {MAX_PIXELS} pixels")
-
-    found = []
-    for file in example.files:
-        content = await asyncio.to_thread(read_bytes, file, IMAGE_BYTES)
-        job = Job("image", content, LIMITS, take)
-        found += await shared_pool().decode(job, wait=LIMITS.seconds)
-    return found

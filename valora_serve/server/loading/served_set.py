@@ -12,6 +12,7 @@ import contextlib
 import secrets
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from itertools import chain
 from pathlib import Path
 
 from valora_data.contract.bundle import MANIFEST
@@ -35,22 +36,17 @@ class ServedSet:
     """
 
     def __init__(
-        self,
-        engine: EngineClient,
-        folder: Path | None,
-        file: StateFile,
+        self, engine: EngineClient, folder: str | Path | None, file: StateFile,
         replay: Callable[[Path], Awaitable[int]] | None = None,
-    ) -> None:
-        if folder is not None:
-            check_folder(folder)
-        self._engine, self._file, self._replay = engine, file, replay
-        self._folder = folder.resolve() if folder is not None else None
+    ) -> None:  # fmt: skip
+        self._engine, self._file, self.replay = engine, file, replay
+        self._folder = check_folder(folder) if folder else None
         self.state = SavedState()  # what was loaded and unloaded at run time
         self._given: dict[str, Path] = {}  # bundles of the command line
         self._lock = asyncio.Lock()
         # Contexts of earlier runs by the adapter that they wait for.
         self.waiting: dict[str, list[str]] = {}
-        self.found: set[str] = set()  # adapters that requests have loaded
+        self.found: dict[str, Path] = {}  # adapters that requests have loaded
         self._reserved: set[str] = set()  # as `bundle_names` gives them, in lower case
 
     def read(self) -> list[str]:
@@ -58,8 +54,7 @@ class ServedSet:
         if self._folder is None:
             return []
         self.state = self._file.read()
-        self.reserve((*self.state.adapters, *self.state.contexts, *self.state.bundles))
-        for names in self.state.reserved.values():
+        for names in (*map(self.state.of, KINDS), *self.state.reserved.values()):
             self.reserve(names)
         return list(dict.fromkeys((*self.state.unloaded, *self.state.bundles)))
 
@@ -74,14 +69,14 @@ class ServedSet:
     def _reserve_served(self) -> None:
         models = [model for model in self._engine.models() if model.name not in self.found]
         bundles = {_short(model.bundle) for model in models if model.bundle}
-        self.reserve((*(model.name for model in models), *bundles, *(f"{b}/" for b in bundles)))
-        self.reserve(name for names in self.state.reserved.values() for name in names)
+        names = [model.name for model in models], bundles, [f"{one}/" for one in bundles]
+        self.reserve(chain(*names, *self.state.reserved.values()))
 
     async def _give_way(self, names: Collection[str]) -> None:
         """Unload adapters that requests have loaded under names which an operator wants."""
         for name in [one for one in self.found if _is_among(one, names)]:
             await self._engine.unload("adapter", name)
-            self.found.discard(name)
+            self.found.pop(name, None)
             logs.LOG.warning("unloaded %s: an operator loads something else of this name", name)
 
     async def restore(self) -> list[str]:
@@ -118,7 +113,7 @@ class ServedSet:
         elif kind == "adapter":
             late = name in self.state.decode_only
             await self._engine.load_adapter(name, folder, decode_only=late)
-            self.found.discard(name)
+            self.found.pop(name, None)
         else:
             await self._give_way([name])
             await self._engine.load_context(name, folder)
@@ -134,10 +129,10 @@ class ServedSet:
     async def follow(self, state: SavedState, before: SavedState) -> bool:
         """Serve what another replica has recorded, if the state is still the one `before`."""
         async with self._lock:
-            current = self.state is before
-            if current:
-                await self._follow(state)
-            return current
+            if self.state is not before:
+                return False
+            await self._follow(state)
+            return True
 
     async def _follow(self, state: SavedState) -> None:
         if state != self.state:
@@ -243,10 +238,6 @@ class ServedSet:
     def _served(self, name: str) -> ServedModel | None:
         return next((model for model in self._engine.models() if model.name == name), None)
 
-    def has(self, name: str, folder: Path) -> bool:
-        """Return whether a name is served from this folder."""
-        return any(m.name == name and Path(m.root) == folder for m in self._engine.models())
-
     def needed(self) -> set[str]:
         """Return the names of adapters that something else needs, such as a context."""
         return {m.adapter for m in self._engine.models() if m.adapter and m.adapter != m.name}
@@ -262,16 +253,16 @@ class ServedSet:
                     "loaded: name one of /v1/models"
                 )
             await self._engine.load_adapter(name, folder)
-            self.found.add(name)
+            self.found[name] = folder
             await self._serve_waiting()
 
     async def unload_found(self, name: str, folder: Path, may: Callable[[], bool]) -> bool:
         """Unload what `load_found` has loaded, if `may` says so when nothing else changes."""
         async with self._lock:
-            if not self.has(name, folder) or not may():
+            if self.found.get(name) != folder or not may():
                 return False
             await self._engine.unload("adapter", name)
-            self.found.discard(name)
+            self.found.pop(name, None)
             return True
 
     async def unload(self, kind: str, name: str) -> str | None:
@@ -280,7 +271,7 @@ class ServedSet:
             folder = new.of(kind).pop(name, None)
             if folder is None:
                 await self._engine.unload(kind, name)  # says what is wrong with the name
-                self.found.discard(name)
+                self.found.pop(name, None)
                 return None
             new.decode_only = [one for one in new.decode_only if one != name or kind != "adapter"]
             await self._change(kind, name, new)
@@ -359,8 +350,8 @@ class ServedSet:
         await self._give_way((name, *others))
         await self._engine.load_bundle(folder)
         try:
-            if self._replay is not None:
-                await self._replay(folder)
+            if self.replay is not None:
+                await self.replay(folder)
         except BaseException as error:
             try:
                 await self._engine.unload("bundle", name)
@@ -376,10 +367,9 @@ class ServedSet:
         found: dict[str, Path] = {}
         for model in self._engine.models():
             if model.bundle:
-                root = Path(model.root)
-                if model.kind != "domain":  # the adapter's own folder
-                    root = next((p for p in root.parents if (p / MANIFEST).is_file()), root)
-                found[_short(model.bundle)] = root
+                root = Path(model.root)  # of an adapter, its own folder
+                inside = (p for p in root.parents if (p / MANIFEST).is_file())
+                found[_short(model.bundle)] = root if model.kind == "domain" else next(inside, root)
         return found
 
     def _checked(self, kind: str, path: str) -> Path:
@@ -404,12 +394,13 @@ class ServedSet:
         return folder
 
 
-def check_folder(folder: Path) -> None:
-    """Check the folder of adapters, before a model is loaded."""
-    if not folder.is_dir():
+def check_folder(folder: str | Path) -> Path:
+    """Return the folder of adapters without links; refused if there is none."""
+    if not Path(folder).is_dir():
         raise errors.SettingsError(
             f"adapter_folder {folder} is no folder: make it, or name another"
         )
+    return Path(folder).resolve()
 
 
 def bundle_names(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from valora_serve.server.loading.served_set import ServedSet, bundle_names
 from valora_serve.server.loading.state_file import StateFile
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
-from valora_serve.types import EngineClient, ServedModel
+from valora_serve.types import ServedModel
 
 _REGISTRY = ("models:/", "runs:/", "mlflow-artifacts:/")
 SHORT = "bfloat16"
@@ -110,14 +110,7 @@ def _download(uri: str, downloads: Path) -> Path:
     return bundles[0]
 
 
-async def load_all(
-    engine: EngineClient,
-    bundles: Sequence[Path],
-    served: ServedSet,
-    *,
-    warm_up: Callable[[], Awaitable[None]],
-    replay: bool,
-) -> Served:
+async def load_all(engine: Any, bundles: Sequence[Path], served: ServedSet) -> Served:
     """Load the bundles of the command line, and those that an earlier run loaded at run time."""
     unloaded = served.read()
     loaded, left_out = [], []
@@ -133,8 +126,8 @@ async def load_all(
         name = next((model.bundle for model in made if model.bundle), None) or folder.name
         logs.LOG.info("loaded %s", name, extra={"facts": {"folder": str(folder)}})
         loaded.append(folder)
-    await warm_up()
-    examples = sum([await golden.replay(engine, folder) for folder in loaded if replay])
+    await engine.warm_up()
+    examples = sum([await served.replay(folder) for folder in loaded]) if served.replay else 0
     left_out += await served.restore()
     return Served(engine.models(), examples, left_out)
 
@@ -146,7 +139,7 @@ def tell_of_unknown(setting: str, names: Iterable[str], what: str, known: Iterab
 
 
 async def make_app(
-    engine: Any,  # that can be warmed up, with its settings
+    engine: Any,  # an `EngineClient` that can be warmed up
     settings: ServerSettings,
     folders: Sequence[Path],
     engine_settings: Any,
@@ -154,9 +147,9 @@ async def make_app(
 ) -> tuple[FastAPI, Served]:
     """Load bundles into an engine; return the application in front of it, and what it serves."""
     replay = partial(golden.replay, engine) if settings.golden else None
-    folder = Path(settings.adapter_folder) if settings.adapter_folder else None
-    served = ServedSet(engine, folder, state or StateFile(Path(settings.state_file)), replay)
-    found = await load_all(engine, folders, served, warm_up=engine.warm_up, replay=settings.golden)
+    state = state or StateFile(settings.state_file)
+    served = ServedSet(engine, settings.adapter_folder, state, replay)
+    found = await load_all(engine, folders, served)
     by, shares = engine_settings.share_by, engine_settings.shares
     models = engine.models()
     if by == "adapter":

@@ -54,8 +54,8 @@ class SavedState(BaseModel):
 class StateFile:
     """A state file, which has its old or its new content at any time."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
 
     def read(self) -> SavedState:
         """Read the state; an empty one if there is no file."""

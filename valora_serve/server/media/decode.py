@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
 import os
@@ -10,6 +9,7 @@ import resource
 import signal
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +19,14 @@ from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
 
 from valora_data.images import to_rgb
+from valora_data.sources.formats.videos import frame_places
 from valora_serve.errors import ImageError, ServeError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 IMAGE_BYTES = 4  # bytes that Pillow's image takes, per pixel; fewer in some modes
-WEBP_BYTES = 20
-"""Bytes that decoding WebP takes, per pixel: two canvases, two copies and Pillow's image."""
+WEBP_BYTES = 20  # of decoding WebP, per pixel: two canvases, two copies and Pillow's image
 WEBP_COPIES = 3  # copies of the file while WebP is decoded: ours, Pillow's and the decoder's
-VIDEO_BYTES = 64
-"""Bytes that decoding a video takes, per pixel of a frame: 16 reference frames of 10 bits, the
-frame in RGB and Pillow's image."""
+VIDEO_BYTES = 64  # of decoding, per pixel: 16 reference frames of 10 bits, and the frame in RGB
 MIN_VIDEO_BYTES = 16  # bytes that decoding any video takes, per pixel of a frame
 OVERHEAD = 8 << 20  # bytes that decoding anything takes besides: tables, buffers of rows, profiles
 SMALL = 32 << 20  # bytes up to which a file is decoded as soon as it is measured
@@ -51,8 +49,8 @@ class Limits:
     video_seconds: float
     frames: int
 
-    def check(self, what: str, width: int, height: int) -> None:
-        """Refuse a size from a header, before anything is decoded."""
+    def check(self, what: str, width: int, height: int, memory: int = 0) -> None:
+        """Refuse a size from a header, and bytes for it, before anything is decoded."""
         pixels, has = width * height, f"The {what} has {width} x {height} pixels"
         smaller, longer = "send a smaller one", max(width, height)
         for fits, said in (
@@ -66,17 +64,12 @@ class Limits:
             (longer <= self.ratio * min(width, height),
              f"{has}, and its longer side may be at most {self.ratio:g} times its shorter one: "
              "cut it into parts"),
+            (memory <= self.memory,
+             f"The {what} of {width} x {height} pixels takes more than {self.memory} bytes to "
+             f"decode: {smaller}, or another format"),
         ):  # fmt: skip
             if not fits:
                 raise ImageError(said)
-
-    def check_memory(self, what: str, width: int, height: int, size: int) -> None:
-        """Refuse what takes too many bytes, before anything is decoded."""
-        if size > self.memory:
-            raise ImageError(
-                f"The {what} of {width} x {height} pixels takes more than {self.memory} bytes to "
-                "decode: send a smaller one, or another format"
-            )
 
 
 def begin() -> None:
@@ -136,19 +129,15 @@ def _limited(seconds: float, memory: int) -> Iterator[None]:
     """Limit the memory that this process takes beyond what it has, and end it when it hangs."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     signal.setitimer(signal.ITIMER_REAL, seconds + _GRACE)
-    _limit_memory(pages * resource.getpagesize() + memory)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = pages * resource.getpagesize() + memory
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     try:
         yield
     finally:
-        _limit_memory(resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _limit_memory(size: int) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if hard != resource.RLIM_INFINITY:
-        size = hard if size == resource.RLIM_INFINITY else min(size, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (size, hard))
 
 
 @contextlib.contextmanager
@@ -172,9 +161,8 @@ def measure_image(file: BinaryIO, limits: Limits) -> tuple[int, int]:
     """Return pixels and memory of an image; see `measure`."""
     size, _ = file.seek(0, os.SEEK_END), file.seek(0)
     with _opened(file, limits) as image:
-        limits.check("image", image.width, image.height)
         memory = _memory(image, size)
-        limits.check_memory("image", image.width, image.height, memory)
+        limits.check("image", image.width, image.height, memory)
         return image.width * image.height, memory
 
 
@@ -198,43 +186,40 @@ def measure_video(file: BinaryIO, limits: Limits) -> tuple[int, int]:
     """Return pixels and memory of a video's frames; see `measure`."""
     size, _ = file.seek(0, os.SEEK_END), file.seek(0)
     with _container(file, limits) as (_, context):
-        limits.check("video", context.width, context.height)
         pixels = context.width * context.height
         frames = limits.frames * IMAGE_BYTES * pixels  # the server holds them
-        needed = size + MIN_VIDEO_BYTES * pixels + OVERHEAD
-        limits.check_memory("video", context.width, context.height, frames + needed)
+        needed = frames + size + MIN_VIDEO_BYTES * pixels + OVERHEAD
+        limits.check("video", context.width, context.height, needed)
         memory = size + VIDEO_BYTES * pixels + 4 * OVERHEAD
         return limits.frames * pixels, min(memory, limits.memory - frames)
 
 
 def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, int]]:
-    """Decode frames of a measured video: i of n is that at (i + ½)/n of the duration.
+    """Decode frames of a measured video, those that training takes (see `frame_places`), in order.
 
-    They are decoded once, in order; each comes with the number of times that it is wanted.
+    They are decoded once; each comes with the number of times that it is wanted.
     """
     with _container(file, limits) as (container, context):
         context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
         container.streams.video[0].thread_type, context.thread_count = "NONE", 1
-        left, count = limits.frames * context.width * context.height, limits.frames
+        left = limits.frames * context.width * context.height
         until = time.monotonic() + limits.seconds
-        times = _frame_times(container, limits, until)
-        first, last = times[0], times[-1]
-        step = (last - first) / max(1, len(times) - 1)
-        instants = [first + (i + 0.5) / count * (last - first + step) for i in range(count)]
-        shown = [bisect.bisect_right(times, instant) - 1 for instant in instants]
+        shown = Counter(frame_places(_frame_count(container, limits, until), limits.frames))
         container.seek(0)
         missing = True
         for number, frame in enumerate(container.decode(video=0)):
             _check_time(until)
             limits.check("video", frame.width, frame.height)
             if number in shown:
-                left -= shown.count(number) * frame.width * frame.height
+                left -= shown[number] * frame.width * frame.height
                 if left < 0:
                     raise ImageError("The video's frames have more pixels than its header tells")
                 # One thread: by default there is one for each core, and each takes address space.
-                yield frame.to_image(threads=1), shown.count(number)
+                image = frame.to_image(threads=1)
+                # Phones turn videos by a matrix in their header, counter-clockwise as Pillow does.
+                yield image.rotate(frame.rotation, expand=True), shown[number]
                 missing = False
-            if number >= shown[-1]:
+            if number >= max(shown):
                 break
         if missing:
             raise ImageError("The video's frames cannot be decoded")
@@ -262,25 +247,26 @@ def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
         yield container, container.streams.video[0].codec_context
 
 
-def _frame_times(container: Any, limits: Limits, until: float) -> list[float]:
-    """Presentation times of all frames in seconds, from the packets: nothing is decoded."""
-    times = []
+def _frame_count(container: Any, limits: Limits, until: float) -> int:
+    """Number of frames, from the packets: nothing is decoded."""
+    count, first = 0, None
     for packet in container.demux(video=0):
         _check_time(until)
-        if packet.pts is None or packet.size == 0:
-            continue
-        times.append(float(packet.pts * packet.time_base))
-        if not abs(times[-1] - times[0]) <= limits.video_seconds:
-            raise ImageError(
-                f"The video is longer than {limits.video_seconds:g} s: send a shorter one"
-            )
-        if len(times) > limits.video_seconds * FRAMES_PER_SECOND:
+        if packet.pts is not None:
+            shown = float(packet.pts * packet.time_base)  # seconds
+            first = shown if first is None else first
+            if not abs(shown - first) <= limits.video_seconds:
+                raise ImageError(
+                    f"The video is longer than {limits.video_seconds:g} s: send a shorter one"
+                )
+        count += packet.size > 0
+        if count > limits.video_seconds * FRAMES_PER_SECOND:
             raise ImageError(
                 f"The video has more than {FRAMES_PER_SECOND} frames a second: send another"
             )
-    if not times:
+    if not count:
         raise ImageError("The video has no frames")
-    return sorted(times)
+    return count
 
 
 def _check_time(until: float) -> None:
@@ -296,14 +282,10 @@ def _memory(image: Image.Image, file_bytes: int) -> int:
     # The image and its rotated copy, or the one in CMYK and the one in RGB.
     decoded = 2 * IMAGE_BYTES * pixels
     if isinstance(image, JpegImageFile):
-        decoded = max(decoded, _coefficients(image) + IMAGE_BYTES * pixels)
+        # libjpeg keeps the coefficients of several scans.
+        sampling = [(across, down) for _, across, down, _ in image.layer]
+        across, down = (max([1, *sides]) for sides in zip(*sampling, strict=True))
+        blocks = -(-image.width // (8 * across)) * -(-image.height // (8 * down))
+        coefficients = sum(2 * 64 * h * v * blocks for h, v in sampling)
+        decoded = max(decoded, coefficients + IMAGE_BYTES * pixels)
     return file_bytes + decoded + OVERHEAD
-
-
-def _coefficients(image: JpegImageFile) -> int:
-    """Return the bytes of a JPEG's coefficients, which libjpeg keeps for several scans."""
-    sampling = [(across, down) for _, across, down, _ in image.layer]
-    across = max([1, *(h for h, _ in sampling)])
-    down = max([1, *(v for _, v in sampling)])
-    columns, rows = -(-image.width // (8 * across)), -(-image.height // (8 * down))
-    return sum(2 * 64 * h * v * columns * rows for h, v in sampling)

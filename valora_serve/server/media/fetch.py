@@ -13,13 +13,17 @@ import os
 import re
 import socket
 import string
+from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, unquote_to_bytes, urlsplit
 
 import httpcore
 import httpx
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from valora_data.contract.files import UnreadableError, open_regular
 from valora_serve.errors import ImageError
@@ -27,8 +31,6 @@ from valora_serve.server.settings import ServerSettings
 
 MAX_REDIRECTS = 3
 _DATA_URL = re.compile(r"data:[^,]{0,1000}; *base64 *,", re.IGNORECASE)
-_BASE64_CHARS = 1 << 16
-"""Base64 is decoded in pieces of so many characters: the decoder holds Python's lock."""
 _STANDARD = bytes.maketrans(b"-_", b"+/")  # from the alphabet that is safe in URLs
 _SPACES = b" \t\n\f\r"
 _FETCH_FAILS = (
@@ -38,42 +40,71 @@ _FETCH_FAILS = (
 _REDIRECT = {301, 302, 303, 307, 308}
 
 
+class MediaUrl:
+    """URL of an image or video, or the file itself: taken once, and its text freed then."""
+
+    __slots__ = ("_length", "_text")
+
+    def __init__(self, text: str | bytes) -> None:
+        self._text: str | bytes | None = text
+        self._length = len(text)
+
+    def __len__(self) -> int:
+        """Length of the URL or file, also after it was taken."""
+        return self._length
+
+    def take(self) -> str | bytes:
+        """Return the URL, which this object no longer holds then; it can be taken once."""
+        text, self._text = self._text, None
+        assert text is not None, "the URL has been taken already"
+        return text
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Validate a text, or take what is a URL already."""
+
+        def made(value: Any, text: Callable[[Any], str]) -> MediaUrl:
+            return value if isinstance(value, cls) else cls(text(value))
+
+        return core_schema.no_info_wrap_validator_function(made, handler(str))
+
+
 class Fetcher:
     """Fetches the content of URLs."""
 
     def __init__(self, settings: ServerSettings, threads: Executor) -> None:
         self._settings = settings
         self._threads = threads
-        self._folder = _allowed_folder(settings.media_folder)
+        named = settings.media_folder
+        if named is not None and not Path(named).is_dir():
+            said = f"media_folder {named} is no folder: make it, or leave the setting out"
+            raise ImageError(said)
+        self._folder = None if named is None else Path(named).resolve()
         self._hosts = {_named_host(name) for name in settings.media_hosts}
         self._pool: httpcore.AsyncConnectionPool | None = None
 
-    async def content(self, url: str, max_bytes: int, what: str) -> bytes | bytearray:
+    async def content(self, url: str, max_bytes: int, what: str) -> bytes:
         """Content of a URL."""
         url = url.strip()
         scheme = url[:8].partition(":")[0].lower()
-        loop = asyncio.get_running_loop()
+        in_thread = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         if scheme == "data":
-            if len(url) <= _BASE64_CHARS:
-                return _from_data_url(url, max_bytes, what)
-            return await loop.run_in_executor(self._threads, _from_data_url, url, max_bytes, what)
-        if scheme in ("http", "https"):
-            try:
-                async with asyncio.timeout(self._settings.media_seconds):
-                    return await self._fetch(url, max_bytes, what)
-            except TimeoutError as error:
-                raise ImageError(
-                    f"Fetching the {what} took longer than {self._settings.media_seconds:g} s: "
-                    "send it as a data: URL"
-                ) from error
+            return await in_thread(_from_data_url, url, max_bytes, what)
         if scheme == "file":
-            return await loop.run_in_executor(
-                self._threads, _from_folder, self._folder, url, max_bytes, what
+            return await in_thread(_from_folder, self._folder, url, max_bytes, what)
+        if scheme not in ("http", "https"):
+            raise ImageError(
+                f"The {what} is neither a data: nor an http(s): nor a file: URL: send it as "
+                "data:image/png;base64,…"
             )
-        raise ImageError(
-            f"The {what} is neither a data: nor an http(s): nor a file: URL: send it as "
-            "data:image/png;base64,…"
-        )
+        try:
+            async with asyncio.timeout(self._settings.media_seconds):
+                return await self._fetch(url, max_bytes, what)
+        except TimeoutError as error:
+            raise ImageError(
+                f"Fetching the {what} took longer than {self._settings.media_seconds:g} s: "
+                "send it as a data: URL"
+            ) from error
 
     async def close(self) -> None:
         """Close all connections."""
@@ -172,37 +203,19 @@ def is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def _from_data_url(url: str, max_bytes: int, what: str) -> bytearray:
+def _from_data_url(url: str, max_bytes: int, what: str) -> bytes:
     head = _DATA_URL.match(url)
     if head is None:
         raise ImageError(f"The {what}'s data: URL is not in base64: write data:{what}/…;base64,…")
-    content, rest, at = bytearray(), b"", head.end()
     try:
-        while at < len(url):  # other threads run in between
-            escape = url.find("%", at + _BASE64_CHARS - 2, at + _BASE64_CHARS)  # not to be cut
-            end = at + _BASE64_CHARS if escape < 0 else escape
-            rest += unquote_to_bytes(url[at:end].encode("ascii")).translate(_STANDARD, _SPACES)
-            at, whole = end, len(rest) // 4 * 4
-            if at >= len(url):  # the padding may be missing
-                rest = rest.rstrip(b"=")
-                rest, whole = rest + b"=" * (-len(rest) % 4), len(rest) + 3
-            ended = rest and len(content) % 3  # there was padding, which must be the end
-            content += base64.b64decode(b"=" if ended else rest[:whole], validate=True)
-            rest = rest[whole:]
-            if len(content) > max_bytes:
-                raise too_large(what, max_bytes)
+        text = unquote_to_bytes(url[head.end() :].encode("ascii"))
+        text = text.translate(_STANDARD, _SPACES).rstrip(b"=")  # the padding may be missing
+        content = base64.b64decode(text + b"=" * (-len(text) % 4), validate=True)
     except ValueError as error:
         raise ImageError(f"The {what}'s data: URL holds no valid base64") from error
+    if len(content) > max_bytes:
+        raise too_large(what, max_bytes)
     return content
-
-
-def _allowed_folder(folder: str | None) -> Path | None:
-    if folder is None:
-        return None
-    path = Path(folder)
-    if not path.is_dir():
-        raise ImageError(f"media_folder {folder} is no folder: make it, or leave the setting out")
-    return path.resolve()
 
 
 def _from_folder(folder: Path | None, url: str, max_bytes: int, what: str) -> bytes:

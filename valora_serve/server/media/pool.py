@@ -189,15 +189,11 @@ def _memory_file(content: bytes | bytearray = b"") -> Iterator[FileIO]:
 
 
 def _images(file: FileIO, sizes: list[tuple[int, int, int]]) -> Iterator[Image.Image]:
-    """Read RGB pixels: (width, height, times) of each image, in strips, as each holds the GIL."""
-    with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pixels:
+    """Read RGB pixels: (width, height, times) of each image."""
+    with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as pixels:
         at = 0
         for width, height, times in sizes:
-            image = Image.new("RGB", (width, height))
-            rows = max(1, decode.STRIP_BYTES // (3 * width))
-            for top in range(0, height, rows):
-                size = width, min(rows, height - top)
-                end = at + 3 * size[0] * size[1]
-                image.paste(Image.frombytes("RGB", size, pixels[at:end]), (0, top))
-                at = end
+            end = at + 3 * width * height
+            image = Image.frombytes("RGB", (width, height), pixels[at:end])
+            at = end
             yield from [image] * times

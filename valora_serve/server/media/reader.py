@@ -14,9 +14,8 @@ from valora_data.wording import plural
 from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.gather import gathered
 from valora_serve.server.media.decode import Limits
-from valora_serve.server.media.fetch import Fetcher, too_large
-from valora_serve.server.media.pool import DecodePool, Job, shared_pool
-from valora_serve.server.media.urls import MediaUrl
+from valora_serve.server.media.fetch import Fetcher, MediaUrl, too_large
+from valora_serve.server.media.pool import Job, shared_pool
 from valora_serve.server.settings import ServerSettings
 
 SHARE = 3  # how many times as long all images of a request may take to decode as one of them
@@ -58,25 +57,15 @@ class Pixels:
 class MediaReader:
     """Fetches and decodes the images and videos of requests."""
 
-    def __init__(
-        self,
-        settings: ServerSettings,
-        pool: DecodePool | None = None,
-        *,
-        text_only: bool = False,  # whether the base model reads none
-    ) -> None:
-        self._settings, self._text_only = settings, text_only
-        self._pool = shared_pool() if pool is None else pool
+    def __init__(self, settings: ServerSettings, *, text_only: bool = False) -> None:
+        self._settings = settings
+        self._text_only = text_only  # whether the base model reads none
         self._limits = Limits(
-            pixels=settings.max_image_pixels,
-            video_pixels=settings.max_video_pixels,
-            side=settings.max_image_side,
-            ratio=settings.max_image_ratio,
-            memory=settings.max_decode_bytes,
-            seconds=settings.decode_seconds,
-            video_seconds=settings.max_video_seconds,
-            frames=settings.video_frames,
-        )
+            pixels=settings.max_image_pixels, video_pixels=settings.max_video_pixels,
+            side=settings.max_image_side, ratio=settings.max_image_ratio,
+            memory=settings.max_decode_bytes, seconds=settings.decode_seconds,
+            video_seconds=settings.max_video_seconds, frames=settings.video_frames,
+        )  # fmt: skip
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="media")
         self._fetcher = Fetcher(settings, self._threads)
         self.held, self.lock = 0, threading.Lock()  # pixels of all requests
@@ -159,6 +148,6 @@ class MediaReader:
         job = Job(what, source, self._limits, take)
         del source  # the job drops it as soon as its decoder has it
         try:
-            return await self._pool.decode(job, self._settings.media_seconds)
+            return await shared_pool().decode(job, self._settings.media_seconds)
         finally:
             pixels.seconds += job.seconds

@@ -24,8 +24,6 @@ FETCHED = (*FILES, LABELS)  # files that are fetched
 PICKLE = "adapter_model.bin"
 """What older versions of PEFT write in place of `WEIGHTS`; it is never opened."""
 
-CONNECT_SECONDS = 10.0  # seconds after which a host that does not answer counts as unreachable
-
 
 @dataclass(frozen=True, slots=True)
 class Found:

@@ -26,6 +26,7 @@ from valora_data.contract.files import UnreadableError, read_json
 from valora_data.hashing import file_hash
 from valora_serve import errors
 from valora_serve.server.resolving.base import FETCHED, FILES, Found, Resolver, Stream
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
 
 PIECE = 1 << 20  # bytes that are read at a time
@@ -77,12 +78,11 @@ def lock_folder(folder: Path) -> FileLock:
 class AdapterCache:
     """Fetched adapters by name, one version of each; may be used from any thread."""
 
-    def __init__(
-        self, folder: Path, max_bytes: int, adapter_bytes: int, keep: Callable[[str], bool]
-    ) -> None:
-        self._folder, self._max_bytes = folder.absolute(), max_bytes
-        self._adapter_bytes = adapter_bytes
-        self._keep = keep
+    def __init__(self, settings: ServerSettings, keep: Callable[[str], bool]) -> None:
+        folder = Path(settings.adapter_cache)
+        self._folder, self._max_bytes = folder.absolute(), settings.adapter_cache_bytes
+        self._adapter_bytes = settings.adapter_bytes
+        self._keep = keep  # says whether an adapter is in use
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
         self._reserved = 0  # bytes of what is being fetched
@@ -129,10 +129,12 @@ class AdapterCache:
         self, resolver: Resolver, name: str, found: Found, cancelled: threading.Event
     ) -> Entry:
         """Fetch an adapter; an older version of it is deleted."""
-        known = [size for size in found.sizes.values() if size is not None]
-        if sum(known) > self._adapter_bytes:
-            raise self._too_large(name, f"{sum(known)}")
-        room = sum(known) if len(known) == len(found.sizes) else self._adapter_bytes
+        sizes = found.sizes.values()
+        known = sum(size for size in sizes if size is not None)
+        if known > self._adapter_bytes:
+            raise self._too_large(name, f"{known}")
+        room = self._adapter_bytes if None in sizes else known
+        place, last = _hash_of(resolver.url), name.rpartition("/")[2]
         path = self._folder / _hash_of(f"{resolver.url}\0{name}\0{found.version}")[:24]
         self._reserve(room, name)
         partial = None
@@ -140,14 +142,13 @@ class AdapterCache:
             with self._writing(name):
                 # An attempt that was given up may go on in a thread that hung.
                 partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=self._folder))
-                folder = partial / name.rpartition("/")[2]
-                folder.mkdir()
+                (partial / last).mkdir()
             hashes, left = {}, self._adapter_bytes
             for file, size in found.sizes.items():
-                max_bytes = left if size is None else min(size, left)
+                most = left if size is None else min(size, left)
                 with resolver.open(name, file, found) as stream:
                     hashes[file], read = self._copy(
-                        stream, folder / file, name, max_bytes, cancelled
+                        stream, partial / last / file, name, most, cancelled
                     )
                 if read > left:
                     raise self._too_large(name, f"more than {self._adapter_bytes}")
@@ -157,11 +158,11 @@ class AdapterCache:
             again = resolver.find(name)
             if again is None or again.version != found.version:
                 raise _changed(name)
-            entry = Entry(
-                name, resolver.scheme, _hash_of(resolver.url), found.version,
-                self._adapter_bytes - left, hashes, path / folder.name,
-            )  # fmt: skip
-            facts = {key: getattr(entry, key) for key in ("name", "source", "place", "version")}
+            facts = {
+                "name": name, "source": resolver.scheme, "place": place, "version": found.version
+            }  # fmt: skip
+            size = self._adapter_bytes - left
+            entry = Entry(**facts, bytes=size, hashes=hashes, folder=path / last)
             with self._writing(name):
                 (partial / _ENTRY).write_text(json.dumps({**facts, "sha256": hashes}))
                 with self._lock:
@@ -185,22 +186,14 @@ class AdapterCache:
         """Copy a file; return its sha256 and bytes, or what is read when they are too many."""
         digest, read = hashlib.sha256(), 0
         with self._writing(name):
-            # Without a buffer, which closing the file would write again where the disk is full.
-            opened = file.open("wb", buffering=0)
-        with opened:
-            while piece := stream.read(PIECE):
-                read += len(piece)
-                if cancelled.is_set():
-                    raise _given_up(name)
-                if read > max_bytes:
-                    break
-                digest.update(piece)
-                left = memoryview(piece)
-                with self._writing(name):
-                    while left:
-                        left = left[opened.write(left) :]
-            with self._writing(name):
-                opened.close()
+            file.touch()
+        while read <= max_bytes and (piece := stream.read(PIECE)):
+            if cancelled.is_set():
+                raise _given_up(name)
+            read += len(piece)
+            digest.update(piece)
+            with self._writing(name), file.open("ab") as opened:  # closing may fail as well
+                opened.write(piece)
         return digest.hexdigest(), read
 
     def _too_large(self, name: str, size: str) -> errors.AdapterError:
@@ -246,11 +239,7 @@ class AdapterCache:
 
     def _read_again(self) -> None:
         """Find what an earlier run has left; what is incomplete or damaged is deleted."""
-        folders = [item for item in self._folder.iterdir() if item.is_dir()]
-        own = [item for item in folders if _is_own(item)]
-        if others := sorted({item.name for item in folders} - {item.name for item in own}):
-            logs.LOG.warning("adapter_cache %s also holds %s and %d others, which are not used",
-                             self._folder, others[0], len(others) - 1)  # fmt: skip
+        own = filter(_is_own, self._folder.iterdir())
         for folder in sorted(own, key=lambda item: item.stat().st_mtime):
             entry = None if folder.name.startswith(_PARTIAL) else _read_entry(folder)
             if entry is None or entry.name in self._entries:
@@ -272,10 +261,8 @@ def _unusable(folder: Path, error: OSError) -> errors.SettingsError:
 
 def _is_own(folder: Path) -> bool:
     """Return whether a cache has made a folder; others are never deleted."""
-    if folder.is_symlink():
-        return False
     made = _PLACE.fullmatch(folder.name) is not None and (folder / _ENTRY).is_file()
-    return made or folder.name.startswith(_PARTIAL)
+    return (made or folder.name.startswith(_PARTIAL)) and not folder.is_symlink()
 
 
 def _read_entry(path: Path) -> Entry | None:

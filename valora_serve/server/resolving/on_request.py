@@ -13,25 +13,22 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 
 from valora_serve import errors
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.resolving.base import CONFIG, WEIGHTS, without_password
 from valora_serve.server.resolving.cache import AdapterCache, Entry
-from valora_serve.server.resolving.registry import make_resolvers
+from valora_serve.server.resolving.sources import make_resolvers
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
+from valora_serve.server.telemetry.metrics import ABSENT, LOADED, REFUSED, UNAVAILABLE
 
 AT_ONCE = 4  # adapters that are fetched at a time
 MAX_LOADING = 64  # most adapters that are fetched or wait for it; further ones get a 429
 REMEMBERED = 4096  # most names whose failure is remembered; the oldest is dropped first
 NAME = re.compile(r"(?=.{1,200}\Z)[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*){0,3}")
 """Names that are looked for: they are parts of paths and URLs."""
-
-RESULTS = LOADED, ABSENT, REFUSED, UNAVAILABLE = "loaded", "absent", "refused", "unavailable"
-"""Results of loads, as metrics name them."""
 
 
 class _Attempt:
@@ -51,37 +48,30 @@ class OnRequest:
     def __init__(self, service: Service, served: ServedSet, settings: ServerSettings) -> None:
         self._service, self._served, self._settings = service, served, settings
         self._resolvers, self._now = make_resolvers(settings.adapter_sources), time.monotonic
-        self._patterns = [re.compile(fnmatch.translate(p)) for p in settings.adapter_allow]
         self._loaded: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._users: Counter[str] = Counter()  # requests that name an adapter
         self._failed: OrderedDict[str, tuple[float, errors.ServeError]] = OrderedDict()
-        self._refused: dict[str, Entry] = {}  # what the engine has refused, of what is on disk
         self._places, self._serving = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
         self.results: Counter[tuple[str, str]] = Counter()
-        self.cache = AdapterCache(
-            Path(settings.adapter_cache),
-            settings.adapter_cache_bytes,
-            settings.adapter_bytes,
-            lambda name: name in self._loaded or name in self._loading,
-        )
+        self.cache = AdapterCache(settings, lambda one: one in self._loaded or one in self._loading)
 
     def allows(self, name: str) -> bool:
         """Return whether requests may load an adapter of this name."""
-        known = NAME.fullmatch(name) is not None and any(p.match(name) for p in self._patterns)
-        return known and not self._served.reserves(name)
+        named = any(fnmatch.fnmatchcase(name, one) for one in self._settings.adapter_allow)
+        return named and bool(NAME.fullmatch(name)) and not self._served.reserves(name)
 
     def source(self, name: str) -> str | None:
         """Return the scheme of the place that a loaded adapter came from; None for others."""
         entry = self._loaded.get(name)
-        return None if entry is None or name not in self._served.found else entry.source
+        return entry.source if entry and name in self._served.found else None
 
     def is_lost(self, name: str) -> bool:
         """Return whether a loaded adapter is on disk alone, and the cache has lost its files."""
         entry, on_disk = self._loaded.get(name), self._service.engine.stats().on_disk
         if entry is None or name not in on_disk or entry.is_there():
             return False
-        return self._served.has(name, entry.folder)
+        return self._served.found.get(name) == entry.folder
 
     @property
     def schemes(self) -> list[str]:
@@ -94,7 +84,7 @@ class OnRequest:
             one for one in self.cache.entries()
             if not self._service.serves(one.name) and self.allows(one.name)
             and any(one.is_from(resolver) for resolver in self._resolvers)
-            and self._refused.get(one.name) != one
+            and not isinstance(self._failed.get(one.name, (0, None))[1], errors.AdapterError)
         ]  # fmt: skip
 
     @contextlib.contextmanager
@@ -165,10 +155,9 @@ class OnRequest:
                     f"Adapter {name} cannot be loaded ({type(caught).__name__}): save it again "
                     "with PEFT, and see the server's log"
                 )
-            result = UNAVAILABLE if isinstance(error, passing) else REFUSED
-            if isinstance(error, errors.UnknownModelError):
-                result = ABSENT
             logs.LOG.warning("adapter %s is not loaded: %s", name, error)
+            result = UNAVAILABLE if isinstance(error, passing) else REFUSED
+            result = ABSENT if isinstance(error, errors.UnknownModelError) else result
             busy = isinstance(error, errors.OverloadedError)
             seconds = min(self._settings.adapter_retry_seconds, 1.0 if busy else math.inf)
             # A copy has no traceback, whose frames would keep what was read.
@@ -180,20 +169,13 @@ class OnRequest:
         self.results[attempt.source, result] += 1
 
     async def _serve(self, entry: Entry) -> None:
-        name = entry.name
-        self._refused.pop(name, None)
-        lost = self._loaded.get(name)
+        name, lost = entry.name, self._loaded.get(entry.name)
         try:
             if lost is not None and lost.folder != entry.folder:  # another version came instead
                 self._service.hide(name)
                 await self._served.unload_found(name, lost.folder, lambda: True)
                 del self._loaded[name]
             await self._served.load_found(name, entry.folder)
-        except errors.AdapterError:
-            self._refused[name] = entry
-            held = {one.name: one for one in self.cache.entries()}
-            self._refused = {key: one for key, one in self._refused.items() if held.get(key) == one}
-            raise
         finally:
             self._service.show(name)
         self._loaded[name] = entry
@@ -262,14 +244,13 @@ class OnRequest:
     async def _make_place(self) -> None:
         """Unload the least recently used adapters until one more may be loaded."""
         for name, entry in tuple(self._loaded.items()):
-            if not self._served.has(name, entry.folder):
+            if self._served.found.get(name) != entry.folder:
                 del self._loaded[name]  # an administrator has unloaded or replaced it
+        most = self._settings.max_found_adapters
         for name, entry in tuple(self._loaded.items()):
-            if len(self._loaded) < self._settings.max_found_adapters:
-                return
-            if self._is_idle(name) and await self._unload(name, entry):
-                logs.LOG.info("unloaded %s", name)
-        if len(self._loaded) >= self._settings.max_found_adapters:
+            if len(self._loaded) >= most and self._is_idle(name):
+                await self._unload(name, entry)
+        if len(self._loaded) >= most:
             raise errors.OverloadedError(
                 f"All {len(self._loaded)} adapters that requests may load are in use: try again in "
                 "1 s, or have --max-found-adapters raised"
@@ -278,8 +259,8 @@ class OnRequest:
     def _is_idle(self, name: str) -> bool:
         return not self._users[name] and name not in self._served.needed()
 
-    async def _unload(self, name: str, entry: Entry) -> bool:
-        """Unload an adapter unless it has come into use meanwhile; return whether it is."""
+    async def _unload(self, name: str, entry: Entry) -> None:
+        """Unload an adapter unless it has come into use meanwhile."""
 
         def leaves() -> bool:
             if not self._is_idle(name):
@@ -289,7 +270,8 @@ class OnRequest:
             return True
 
         try:
-            return await self._served.unload_found(name, entry.folder, leaves)
+            if await self._served.unload_found(name, entry.folder, leaves):
+                logs.LOG.info("unloaded %s", name)
         except BaseException:
             self._loaded[name] = entry
             raise

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise, product
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
@@ -17,9 +19,14 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from valora_serve.types import EngineClient, EngineStats, Mode, Output
+from valora_serve.types import EngineClient, EngineStats, Mode, Output, ServedModel
 
 MAX_LABELS = 200  # models with series of their own; all others share the label "other"
+STATES = ("disk", "host", "device")
+RESULTS = LOADED, ABSENT, REFUSED, UNAVAILABLE = "loaded", "absent", "refused", "unavailable"
+"""Results of loading an adapter that a request named."""
+BY_HAND = "none"
+"""Label of adapters of bundles, and of those that were loaded by hand."""
 _SHORT = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5)  # fmt: skip
 _LONG = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
 
@@ -33,38 +40,35 @@ class Metrics:
         self._models: set[str] = set()
         self._making = asyncio.Lock()
         self._next: asyncio.Task[bytes] | None = None  # a page that is not begun
-        label = ["model_name"]
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = _LONG) -> Histogram:
-            return Histogram(
-                f"valora_{name}_seconds", text, label, buckets=buckets, registry=self.registry
-            )
+        def seconds(
+            name: str, text: str, label: str = "model_name", buckets: tuple[float, ...] = _LONG
+        ) -> Histogram:
+            name = f"valora_{name}_seconds"
+            return Histogram(name, text, [label], buckets=buckets, registry=self.registry)
 
-        def counter(name: str, text: str, labels: Sequence[str] = label) -> Counter:
+        def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"valora_{name}_total", text, labels, registry=self.registry)
 
-        self._first = histogram(
+        model = "model_name"
+        self._first = seconds(
             "time_to_first_token", "From arrival to the first token or the head's result."
         )
-        self._between = histogram("inter_token_latency", "Between tokens of an answer.", _SHORT)
-        self._whole = histogram("e2e_request_latency", "From arrival to the end of the answer.")
-        self._queue = histogram("request_queue_time", "From arrival until the engine starts.")
-        self._ended = counter(
-            "request_success", "Requests that succeeded, by finish reason.",
-            ["model_name", "finished_reason"],
-        )  # fmt: skip
-        self._failed = counter("request_failure", "Requests that failed, by error code.", ["code"])
-        self._tokens_in = counter(
-            "request_prompt_tokens", "Prompt tokens of requests that succeeded."
+        self._between = seconds(
+            "inter_token_latency", "Between tokens of an answer.", buckets=_SHORT
         )
-        self._tokens_out = counter(
-            "request_generation_tokens", "Generated tokens of requests that succeeded."
+        self._whole = seconds("e2e_request_latency", "From arrival to the end of the answer.")
+        self._queue = seconds("request_queue_time", "From arrival until the engine starts.")
+        self._http_seconds = seconds(
+            "http_request_duration", "HTTP requests, first byte to last.", "path"
         )
-        self._http = counter("http_requests", "HTTP requests.", ["path", "method", "status"])
-        self._http_seconds = Histogram(
-            "valora_http_request_duration_seconds", "HTTP requests, first byte to last.",
-            ["path"], buckets=_LONG, registry=self.registry,
-        )  # fmt: skip
+        self._http = counter("http_requests", "HTTP requests.", "path", "method", "status")
+        self._failed = counter("request_failure", "Requests that failed, by error code.", "code")
+        said = "Requests that succeeded, by finish reason."
+        self._ended = counter("request_success", said, model, "finished_reason")
+        said = "tokens of requests that succeeded."
+        self._tokens_in = counter("request_prompt_tokens", f"Prompt {said}", model)
+        self._tokens_out = counter("request_generation_tokens", f"Generated {said}", model)
         Gauge(
             "valora_memory_bytes", "Resident memory of the server and of the processes below it.",
             registry=self.registry,
@@ -82,12 +86,9 @@ class Metrics:
             self._tokens_out.labels(name).inc(output.usage.completion)
         if (times := output.times) is not None:
             first = times.finished if times.first_token is None else times.first_token
-            ends = (
-                (self._queue, times.started),
-                (self._first, first),
-                (self._whole, times.finished),
-            )
-            for histogram, end in ends:
+            for histogram, end in (
+                (self._queue, times.started), (self._first, first), (self._whole, times.finished),
+            ):  # fmt: skip
                 if end is not None:
                     histogram.labels(name).observe(max(0.0, end - times.arrival))
         if len(tokens_at) > 1:
@@ -157,6 +158,60 @@ class _EngineState(Collector):
         )  # fmt: skip
         for name, text, counter in _COUNTERS:
             yield CounterMetricFamily(f"valora_{name}", text, value=counter(stats))
+
+
+def adapter_states(models: Iterable[ServedModel], stats: EngineStats) -> dict[str, str]:
+    """Return where each adapter is, one of `STATES`, by its name; with replicas, on any of them."""
+    device, disk = set(stats.on_device), set(stats.on_disk)
+    return {
+        one.name: "device" if one.name in device else "disk" if one.name in disk else "host"
+        for one in models
+        if one.kind == "adapter"
+    }
+
+
+def follow_adapters(metrics: Metrics, engine: EngineClient, loader: Any) -> None:
+    """Show the states of adapters in the metrics; `loader` is an `OnRequest`, if there is one.
+
+    Labels are states and kinds of sources, and the names of adapters that requests load are no
+    labels of latencies either: whoever sends requests chooses them.
+    """
+    if loader is not None:
+        metrics.shared = lambda name: loader.source(name) is not None
+    metrics.registry.register(_AdapterStates(engine, loader))
+
+
+class _AdapterStates(Collector):
+    def __init__(self, engine: EngineClient, loader: Any) -> None:
+        self._engine, self._loader = engine, loader
+
+    def collect(self) -> Iterator[Metric]:
+        engine, loader = self._engine, self._loader
+        schemes = [BY_HAND, *(loader.schemes if loader else ())]
+        counts: Counts[tuple[str, str]] = Counts()
+        for name, state in adapter_states(engine.models(), engine.stats()).items():
+            counts[state, (loader and loader.source(name)) or BY_HAND] += 1
+        for one in loader.waiting() if loader else ():
+            counts["disk", one.source] += 1
+        known = GaugeMetricFamily(
+            "valora_adapters", "Adapters by where they are, and by the kind of their source.",
+            labels=["state", "resolver"],
+        )  # fmt: skip
+        for key in product(STATES, schemes):
+            known.add_metric(key, counts[key])
+        yield known
+        if loader is None:
+            return
+        loads = CounterMetricFamily(
+            "valora_adapter_resolutions", "Loads of adapters that requests named, by result.",
+            labels=["resolver", "result"],
+        )  # fmt: skip
+        for key in product(schemes, RESULTS):
+            loads.add_metric(key, loader.results[key])
+        yield loads
+        yield GaugeMetricFamily(
+            "valora_adapter_cache_bytes", "Bytes of the adapters on disk.", value=loader.cache.bytes
+        )
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (

@@ -11,17 +11,12 @@ from valora_serve.types import Output
 
 
 class Tracer:
-    """Makes spans; without a provider, it does nothing."""
+    """Makes spans and sends them to an OTLP collector; without an `endpoint`, it does nothing."""
 
-    def __init__(self, provider: Any = None) -> None:
-        self._provider = provider
-        self._tracer = None if provider is None else provider.get_tracer("valora_serve")
-
-    @classmethod
-    def to(cls, endpoint: str | None) -> Tracer:
-        """Tracer that sends spans to an OTLP collector, or nowhere if `endpoint` is None."""
+    def __init__(self, endpoint: str | None) -> None:
+        self._provider: Any = None
         if endpoint is None:
-            return cls()
+            return
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -31,22 +26,21 @@ class Tracer:
             raise SettingsError(
                 "otlp_endpoint needs OpenTelemetry: pip install 'valora[otel]'"
             ) from error
-        provider = TracerProvider(resource=Resource.create({"service.name": "valora-serve"}))
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "valora-serve"}))
         exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces")
-        provider.add_span_processor(BatchSpanProcessor(exporter))
-        return cls(provider)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
 
     @contextlib.contextmanager
     def span(self, model: str, headers: Mapping[str, str]) -> Iterator[Callable[[Output], None]]:
         """Span of a request, as a child of the one that its headers name; call it with the end."""
-        if self._tracer is None:
+        if self._provider is None:
             yield lambda _: None
             return
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         parent = TraceContextTextMapPropagator().extract(dict(headers))
-        with self._tracer.start_as_current_span(
+        with self._provider.get_tracer("valora_serve").start_as_current_span(
             f"chat {model}", parent, SpanKind.SERVER, {"gen_ai.request.model": model}
         ) as span:
             yield lambda output: span.set_attributes(_facts(output))

@@ -105,7 +105,7 @@ def test_certificates(tmp_path):
         ("a.pem", "c.key", "No such file"),
         ("a.pem", "b.key", "belong together"),
         ("text", "a.key", "no certificate"),
-        ("a.pem", "locked.key", "needs a password"),
+        ("a.pem", "locked.key", "without a password"),
     ):
         with pytest.raises(SettingsError, match=said):
             check(cert, key)

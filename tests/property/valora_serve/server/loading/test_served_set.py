@@ -71,9 +71,6 @@ class Serving(RuleBasedStateMachine):
         self.boot()
 
     def boot(self):
-        async def warm_up():
-            pass
-
         self.found = set()
         self.kept = {*self.lasting, *self.adapters, *self.contexts, "d"}
         self.kept |= {name.lower() for name in BUILT_IN}
@@ -81,9 +78,7 @@ class Serving(RuleBasedStateMachine):
         file = self.place / "state" / "served.json"
         self.served = ServedSet(self.engine, self.place / "adapters", StateFile(file))
         found = [self.place / "bundles" / name for name in COMMAND_LINE]
-        asyncio.run(
-            startup.load_all(self.engine, found, self.served, warm_up=warm_up, replay=False)
-        )
+        asyncio.run(startup.load_all(self.engine, found, self.served))
 
     def table(self):
         made = {name: str(folder) for name, folder in self.adapters.items()}

@@ -1,10 +1,13 @@
-"""Keys and rate limits: which keys are accepted, on every route, before the body is read."""
+"""Who is let in before the body is read: keys, rates, and hosts and origins without keys."""
 
 import httpx
 import pytest
+from starlette.datastructures import Headers
 
 from tests.support.http_helpers import CHAT, ask, chat, serving, talk
+from valora_serve.errors import ForbiddenError, RequestError
 from valora_serve.server.access import keys
+from valora_serve.server.access.guard import Sites
 from valora_serve.server.access.keys import hashed, new_key, read_keys
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
@@ -43,9 +46,8 @@ def test_metrics_can_be_protected_and_a_stranger_costs_no_body(keys_file):
     file, secrets = keys_file
     head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with serving(keys_file=str(file), protect_metrics=True) as server:
-        assert server.client.get("/metrics").status_code == 401
-        headers = {"authorization": f"Bearer {secrets['app']}"}
-        assert server.client.get("/metrics", headers=headers).status_code == 200
+        for headers, status in (({}, 401), ({"authorization": f"Bearer {secrets['app']}"}, 200)):
+            assert server.client.get("/metrics", headers=headers).status_code == status
         assert b" 401 " in talk(server, f"{head}content-length: 1000000\r\n\r\n{{".encode())
 
 
@@ -101,15 +103,16 @@ def test_every_known_key_is_let_in_and_no_other(keys_file):
         for secret in secrets.values():
             assert ask(server, secret).status_code == 200
         stored = hashed(secrets["app"])
-        for wrong in ("x", secrets["app"][:-1], secrets["app"] + "x", stored, "é", "\udc80"):
-            headers = {"authorization": f"Bearer {wrong}".encode("utf-8", "surrogateescape")}
+        wrong = ("x", secrets["app"][:-1], secrets["app"] + "x", stored, "é", "\udc80")
+        for header in (
+            *(f"Bearer {one}" for one in wrong), "", "Bearer", f"Basic {secrets['app']}",
+            secrets["app"],
+        ):  # fmt: skip
+            headers = {"authorization": header.encode("utf-8", "surrogateescape")}
             answer = server.client.post(CHAT, json=chat(), headers=headers)
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"] == "Bearer"
             assert answer.json()["error"]["code"] == "invalid_api_key"
-        for header in ("", "Bearer", f"Basic {secrets['app']}", secrets["app"]):
-            headers = {"authorization": header}
-            assert server.client.post(CHAT, json=chat(), headers=headers).status_code == 401
 
 
 def test_keys_are_kept_as_hashes(keys_file):
@@ -142,3 +145,84 @@ def test_keys_are_rotated_without_a_restart(keys_file, monkeypatch):
         file.write_text(before)
         assert ask(server, secrets["app"]).status_code == 200
         assert ask(server, secret).status_code == 401
+
+
+def refused(sites, host="localhost", method="POST", **headers):
+    scope = {"method": method, "http_version": "1.1", "server": ("127.0.0.1", 8000)}
+    sent = Headers({"host": host, **{n.replace("_", "-"): text for n, text in headers.items()}})
+    try:
+        sites.check(scope, sent, any_host=False)
+    except (ForbiddenError, RequestError) as error:
+        return error.status
+    return None
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", None), ("LocalHost:8000", None), ("localhost.", None), ("127.0.0.1", None),
+        ("127.0.0.1:8000", None), ("127.9.9.9", None), ("[::1]", None), ("[::1]:80", None),
+        ("evil.example", 403), ("evil.example:8000", 403), ("localhost.evil.example", 403),
+        ("evil.example#localhost", 400), ("localhost@evil.example", 400), ("10.1.2.3", 403),
+        ("127.0.0.1.nip.io", 403), ("0x7f000001", 403), ("2130706433", 403), ("[::2]", 403),
+        ("", 400), ("a b", 400), ("localhost/x", 400), ("[::1", 400), ("::1", 400),
+    ],
+)  # fmt: skip
+def test_hosts_of_a_server_on_localhost(host, status):
+    assert refused(Sites("127.0.0.1", (), ()), host) == status
+    assert refused(Sites("127.0.0.1", (), ()), host, "GET") == status
+
+
+def test_hosts_of_a_server_for_others():
+    assert refused(Sites("0.0.0.0", (), ()), "192.168.7.3:8000") is None
+    assert refused(Sites("0.0.0.0", (), ()), "evil.example") == 403
+    assert refused(Sites("gpu.example", (), ()), "gpu.example") is None
+    assert refused(Sites("0.0.0.0", ("api.example",), ()), "API.example:443") is None
+    assert refused(Sites("0.0.0.0", ("*",), ()), "evil.example") is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, None), ({"origin": "http://localhost:8000"}, None),
+        ({"origin": "http://localhost:8000", "sec_fetch_site": "same-origin"}, None),
+        ({"origin": "https://evil.example"}, 403), ({"origin": "null"}, 403),
+        ({"origin": "http://localhost:3000"}, 403), ({"origin": "http://localhost"}, 403),
+        ({"origin": "file://localhost:8000"}, 403),
+        ({"origin": "http://localhost:8000.evil.example"}, 403), ({"origin": "http://[evil"}, 403),
+        ({"sec_fetch_site": "cross-site"}, 403), ({"sec_fetch_site": "same-site"}, 403),
+        ({"sec_fetch_site": "none"}, None),
+    ],
+)  # fmt: skip
+def test_origins(headers, status):
+    sites = Sites("127.0.0.1", (), ())
+    assert refused(sites, "localhost:8000", **headers) == status
+    assert refused(sites, "localhost:8000", "GET", **headers) is None
+    allowed = Sites("127.0.0.1", (), ("https://evil.example/", "null"))
+    fine = headers.get("origin") in ("https://evil.example", "null")
+    assert refused(allowed, "localhost:8000", **headers) == (None if fine else status)
+
+
+def test_pages_of_other_sites_are_refused_unless_there_are_keys_or_they_are_allowed():
+    foreign = {"origin": "https://evil.example"}
+    with serving() as server:
+        for headers in (foreign, {"host": "evil.example"}):
+            answer = server.client.post(CHAT, json=chat(), headers=headers)
+            assert answer.status_code == 403
+            assert "evil.example" in answer.json()["error"]["message"]
+            assert "access-control-allow-origin" not in answer.headers
+        assert server.client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+        assert server.client.get("/", headers={"host": "evil.example"}).status_code == 403
+        assert server.client.get("/health", headers={"host": "evil.example"}).status_code == 200
+        assert server.client.post(CHAT, json=chat()).status_code == 200
+    key = "a key for the tests"
+    with serving(api_key=key) as server:
+        sent = foreign | {"authorization": f"Bearer {key}", "host": "evil.example"}
+        assert server.client.post(CHAT, json=chat(), headers=sent).status_code == 200
+    with serving(allowed_origins=("https://evil.example",)) as server:
+        answer = server.client.post(CHAT, json=chat(), headers=foreign)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://evil.example"
+        asked = foreign | {"access-control-request-method": "POST",
+                           "access-control-request-headers": "content-type"}  # fmt: skip
+        assert server.client.options(CHAT, headers=asked).status_code == 200

@@ -156,11 +156,7 @@ def after_restart(place, bundles=()):
 
     async def start():
         engine = FakeEngine()
-
-        async def warm_up():
-            pass
-
-        await startup.load_all(engine, bundles, make(place, engine), warm_up=warm_up, replay=False)
+        await startup.load_all(engine, bundles, make(place, engine))
         return roots(engine)
 
     return run(start())

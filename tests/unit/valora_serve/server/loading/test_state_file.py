@@ -56,13 +56,10 @@ def test_the_command_says_so_before_it_loads_a_model(tmp_path, early_error):
     ("content", "message"),
     [
         ('{"version": 2, "fleets": {}}', "version: Input should be 1, got 2"),
-        ('{"version": 0, "loaded": {}}', "version: Input should be 1"),
         ('{"version": 1, "adapters": {"one": "goo', "is no JSON"),
         ('{"version": "1", "adapters": {}}', "damaged"), ('{"adapters": 5}', "damaged"),
-        ('{"unknown": {}}', "damaged"), ('{"adapters": {"a": 1}}', "damaged"), (300, "is no JSON"),
-        ('["x"]', r"dictionary, got \['x"), ("[" * 10**5, "is nested"),
-        ('{"adapters": {"a": "x", "a": "y"}}', "key 'a' twice"), ("", "is no JSON"),
-        ('{"bundles": {"a": "\\ud800"}}', "not Unicode"), (b"\xff", "not Unicode"),
+        ('{"unknown": {}}', "damaged"), ('{"adapters": {"a": 1}}', "damaged"),
+        ('["x"]', r"dictionary, got \['x"), ("", "is no JSON"),
         (Path.mkdir, "no regular file"), (os.mkfifo, "no regular file"),
         (lambda file: [file.parent.rmdir(), file.parent.touch()], r"cannot be read \(Not a dir"),
     ],
@@ -72,6 +69,6 @@ def test_state_files_that_are_none(tmp_path, content, message):
     if callable(content):
         content(file)
     else:
-        file.write_bytes(content.encode() if isinstance(content, str) else bytes(content))
+        file.write_text(content)
     with pytest.raises(SettingsError, match=message):
         StateFile(file).read()

@@ -20,9 +20,9 @@ from tests.support.media_files import scans
 from valora_serve.errors import ImageError, OverloadedError, ServeError
 from valora_serve.server.media import decode
 from valora_serve.server.media.decode import Limits
+from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.media.pool import DecodePool, Job
 from valora_serve.server.media.reader import MediaReader
-from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.settings import ServerSettings
 
 LIMITS = Limits(10**8, 10**8, 10**5, 50.0, 2**29, 20.0, 60.0, 4)
@@ -41,15 +41,6 @@ def slow():
     return content
 
 
-def formats():
-    """Formats that a process has imported."""
-    return len(Image.ID)
-
-
-def test_no_import_counts_for_the_time_of_an_odd_file(pool):
-    assert pool._schedule(formats, 20.0).result() > 30
-
-
 def job(content, limits=LIMITS, take=lambda *_: None):
     return Job("image", content, limits, take)
 
@@ -63,44 +54,25 @@ def decoded(pool, *jobs, wait=60.0):
     return asyncio.run(run())
 
 
-def workers(pool):
-    """Processes that have not ended."""
-    if pool._processes is None:
-        return []
-    return list(pool._processes._pool_manager.worker_manager.workers)
-
-
-async def running(pool, *tasks):
-    """Wait until so many tasks are being decoded."""
-    while not all(task.done() for task in tasks):
-        known = tuple(pool._processes._pool_manager.task_manager.tasks.values())
-        if pool._held and sum(task.started for task in known) == len(tasks):
-            return
-        await asyncio.sleep(0.01)
-
-
-def test_many_at_once(pool):
-    contents = [encoded(picture(10 + n, 20, (n, 0, 0))) for n in range(12)]
-    found = decoded(pool, *map(job, contents))
-    assert [image.size for [image] in found] == [(10 + n, 20) for n in range(12)]
-    assert [image.getpixel((5, 5))[0] for [image] in found] == list(range(12))
-    assert len(workers(pool)) == 2
-
-
-def test_processes_that_are_killed_while_they_are_idle(pool):
-    good = encoded(picture())
-    decoded(pool, job(good), job(good))
-    for pid in workers(pool):
+def test_many_at_once_and_processes_that_are_killed_while_they_are_idle(pool):
+    jobs = [job(encoded(picture(10 + n, 20, (n, 0, 0)))) for n in range(12)]
+    found = [(image.size, image.getpixel((5, 5))[0]) for [image] in decoded(pool, *jobs)]
+    assert found == [((10 + n, 20), n) for n in range(12)]
+    workers = list(pool._processes._pool_manager.worker_manager.workers)
+    assert len(workers) == 2
+    for pid in workers:
         os.kill(pid, signal.SIGKILL)
+    good = encoded(picture())
     assert all(isinstance(found, list) for found in decoded(pool, job(good), job(good)))
 
 
 def test_a_process_that_is_killed_while_it_decodes(pool, slow):
     async def run():
         one = asyncio.create_task(pool.decode(job(slow), 60))
-        await asyncio.sleep(0.01)
-        await running(pool, one)
-        [task] = pool._processes._pool_manager.task_manager.tasks.values()
+        tasks = pool._processes._pool_manager.task_manager.tasks
+        while not (pool._held and any(task.started for task in tuple(tasks.values()))):
+            await asyncio.sleep(0.01)
+        [task] = tasks.values()
         os.kill(task.worker_id, signal.SIGSEGV)
         with pytest.raises(ImageError, match="decoder gave up"):
             await one
@@ -157,16 +129,6 @@ def test_a_header_that_tells_too_little(pool, monkeypatch):
 
     monkeypatch.setattr(pool, "_result", less)
     assert "bytes to decode" in str(decoded(pool, job(content))[0])
-
-
-@pytest.mark.parametrize(
-    ("side", "memory", "ways"), [(640, 2**29, 1), (640, 2**24, 2), (2500, 2**29, 2)]
-)
-def test_a_small_image_takes_one_way_to_a_process(pool, monkeypatch, side, memory, ways):
-    asked, schedule = [], pool._schedule
-    monkeypatch.setattr(pool, "_schedule", lambda *a: asked.append(a) or schedule(*a))
-    [[image]] = decoded(pool, job(encoded(picture(side, side)), replace(LIMITS, memory=memory)))
-    assert (image.size, len(asked)) == ((side, side), ways)
 
 
 def test_memory_is_shared(pool):
@@ -245,20 +207,19 @@ def alive(pid):
 
 
 def test_time_of_a_requests_images_is_limited_together(slow):
+    errors = []
+
     async def run():
         reader = MediaReader(ServerSettings(decode_seconds=0.2))
-        errors = []
         with reader.pixels() as pixels:
             for _ in range(4):
-                try:
+                with pytest.raises(ImageError) as raised:
                     await reader.image(MediaUrl(slow), pixels)
-                except ImageError as error:
-                    errors.append(str(error))
+                errors.append(str(raised.value))
         await reader.close()
         assert reader.held == 0
-        return errors
 
-    errors = asyncio.run(run())
+    asyncio.run(run())
     assert "longer than 0.2 s to decode" in errors[0]
     assert "longer than 0.6 s to decode together" in errors[3]
 

@@ -11,8 +11,8 @@ from tests.support.http_helpers import begin, chat, data_url, encoded, picture, 
 from tests.support.http_helpers import read_media as read
 from tests.support.media_files import scans
 from valora_serve.errors import ImageError, OverloadedError
+from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.media.reader import MediaReader
-from valora_serve.server.media.urls import MediaUrl
 from valora_serve.server.settings import ServerSettings
 
 

@@ -12,6 +12,7 @@ from tests.support.disk_faults import failing
 from valora_serve.errors import AdapterError, OverloadedError, SourceError, StorageError
 from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
 from valora_serve.server.resolving.cache import AdapterCache
+from valora_serve.server.settings import ServerSettings
 
 
 class Shelf(Resolver):
@@ -37,7 +38,9 @@ def place(tmp_path):
 
 
 def cache(place, most=1000, one=600, used=()):
-    return AdapterCache(place, most, one, lambda name: name in used)
+    sizes = {"adapter_cache_bytes": most, "adapter_bytes": one}
+    settings = ServerSettings(adapter_cache=str(place), **sizes)
+    return AdapterCache(settings, lambda name: name in used)
 
 
 def fetch(held, shelf, name):
@@ -82,21 +85,14 @@ def test_a_new_version_replaces_the_old_one(place):
     new = fetch(held, shelf, "a")
     assert not old.folder.exists()
     assert (held.bytes, new.folder.name) == (200, "a")
-
-
-def test_an_old_version_gives_way_where_both_do_not_fit(place):
-    shelf = Shelf(a=600, b=300)
-    held = cache(place, used=["b"])
-    fetch(held, shelf, "a")
-    shelf.version = "2"
-    fetch(held, shelf, "b")
-    fetch(held, shelf, "a")
-    assert held.get("a", shelf, "2").bytes == 600
-    assert held.bytes == 900
+    shelf.held["b"] = 600
+    for shelf.version in ("3", "4"):  # both together do not fit
+        fetch(held, shelf, "b")
+    assert held.get("b", shelf, "4").bytes == 600
 
 
 def test_what_is_too_large_is_named(place):
-    held, shelf = AdapterCache(place, 4 << 20, 2 << 20, lambda _: False), Shelf(False, a=(3 << 20))
+    held, shelf = cache(place, 4 << 20, 2 << 20), Shelf(False, a=(3 << 20))
     with pytest.raises(
         AdapterError, match=f"has more than {2 << 20} bytes, and may have {2 << 20}"
     ):

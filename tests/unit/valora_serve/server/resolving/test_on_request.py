@@ -16,7 +16,7 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import ADMIN, adapter, refused, serving, until
 from valora_data.contract.files import UnreadableError
 from valora_serve.errors import SettingsError
-from valora_serve.server.resolving import registry
+from valora_serve.server.resolving import sources
 from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.settings import ServerSettings
@@ -35,6 +35,11 @@ def settings(place, **more):
         "adapter_sources": (str(place / "store"),), "adapter_allow": ("cars-*", "team/*"),
         "adapter_cache": str(place / "cache"), "state_file": str(place / "served.json"), **more,
     }  # fmt: skip
+
+
+def slow(place, **more):
+    """Settings of a server whose only source is `gated`."""
+    return settings(place, adapter_sources=("gated://",), **more)
 
 
 def ask(server, name, **more):
@@ -79,8 +84,8 @@ class Gated(Resolver):
 @pytest.fixture
 def gated(monkeypatch):
     made = Gated()
-    monkeypatch.setitem(registry.RESOLVERS._loaded, "gated", lambda *_: made)
-    monkeypatch.setitem(registry.RESOLVERS._builtin, "gated", None)
+    monkeypatch.setitem(sources.RESOLVERS._loaded, "gated", lambda *_: made)
+    monkeypatch.setitem(sources.RESOLVERS._builtin, "gated", None)
     yield made
     made.gate.set()
 
@@ -106,42 +111,42 @@ def test_a_request_loads_what_it_names(place):
         assert ask(server, "cars-3").status_code == 200  # a fifth one: each gave its place back
 
 
-def test_names_that_may_not_be_loaded(place, monkeypatch):
+def test_what_is_not_loaded_is_refused_in_a_sentence(place, monkeypatch):
     def denied(*_, **__):
         raise UnreadableError("cannot be read") from PermissionError(13, "Permission denied")
 
-    adapter(place / "store" / "private")
+    store = place / "store"
+    adapter(store / "private")
     adapter(place / "outside")
-    (place / "store" / "cars-link").symlink_to(place / "outside")
-    (place / "store" / "cars-loop").symlink_to("cars-loop")
-    with serving(**settings(place, adapter_allow=("cars-*",))) as server:
+    (store / "cars-link").symlink_to(place / "outside")
+    (store / "cars-loop").symlink_to("cars-loop")
+    adapter(store / "cars-large", size=5000)
+    adapter(store / "cars-other", base="another")
+    pickled = adapter(store / "cars-pickle")
+    (pickled / WEIGHTS).rename(pickled / "adapter_model.bin")
+    (store / "cars-none").mkdir()
+    more = {"adapter_allow": ("cars-*",), "adapter_bytes": 4000, "adapter_cache_bytes": 9000}
+    with serving(**settings(place, **more)) as server:
         names = ("private", "../outside", "cars-/../../outside", "cars-1/", "cars-\n", "CARS-1")
         for name in names:
             assert refused(ask(server, name), 404, "There is no model") == "model_not_found"
-        refused(ask(server, "cars-9"), 404, "no source of adapters has it")
-        refused(ask(server, "cars-link"), 400, "link that leads out")
-        refused(ask(server, "cars-loop"), 400, "link that leads to itself")
-        assert set(cards(server)) & {"private", "cars-link", "cars-9"} == set()
-        monkeypatch.setattr("valora_serve.server.resolving.folder.open_regular", denied)
-        refused(ask(server, "cars-1"), 403, "may not read adapter cars-1")
-
-
-def test_what_cannot_be_served_is_refused_in_a_sentence(place):
-    adapter(place / "store" / "cars-large", size=5000)
-    adapter(place / "store" / "cars-other", base="another")
-    (adapter(place / "store" / "cars-pickle") / WEIGHTS).rename(
-        place / "store" / "cars-pickle" / "adapter_model.bin"
-    )
-    (place / "store" / "cars-none").mkdir()
-    with serving(**settings(place, adapter_bytes=4000, adapter_cache_bytes=9000)) as server:
-        refused(ask(server, "cars-large"), 400, "5043 bytes", "--adapter-bytes")
-        refused(ask(server, "cars-other"), 400, "another, not for tiny")
-        refused(ask(server, "cars-pickle"), 400, "a pickle", "its save_pretrained writes")
-        refused(ask(server, "cars-none"), 404, f"({CONFIG} and {WEIGHTS}): put it there")
+        for name, status, *words in (
+            ("cars-none", 404, f"({CONFIG} and {WEIGHTS}): put it there"),
+            ("cars-9", 404, "no source of adapters has it"),
+            ("cars-link", 400, "link that leads out"),
+            ("cars-loop", 400, "link that leads to itself"),
+            ("cars-large", 400, "5043 bytes", "--adapter-bytes"),
+            ("cars-other", 400, "another, not for tiny"),
+            ("cars-pickle", 400, "a pickle", "its save_pretrained writes"),
+        ):
+            refused(ask(server, name), status, *words)
+        assert not {"private", "cars-link", "cars-9", "cars-other"} & set(cards(server))
         found = metric(server, "valora_adapter_resolutions_total")
-        assert found['valora_adapter_resolutions_total{resolver="file",result="refused"}'] == 3
-        assert found['valora_adapter_resolutions_total{resolver="none",result="absent"}'] == 1
+        assert found['valora_adapter_resolutions_total{resolver="file",result="refused"}'] == 5
+        assert found['valora_adapter_resolutions_total{resolver="none",result="absent"}'] == 2
         assert not list((place / "cache").glob(".partial*"))
+        monkeypatch.setattr("valora_serve.server.resolving.sources.open_regular", denied)
+        refused(ask(server, "cars-1"), 403, "may not read adapter cars-1")
 
 
 def test_links_of_a_hub_s_cache_are_followed(place):
@@ -162,17 +167,16 @@ def test_of_other_files_only_the_model_s_configuration_is_fetched(place):
     for file in ("training_args.bin", "optimizer.pt", "adapter_model.bin", "tokenizer.json"):
         os.mkfifo(folder / file)  # whoever opened it would wait
     (folder / "checkpoint-5").mkdir()
-    (folder / "config.json").write_text('{"id2label": {"0": "car"}}')
-    for _ in range(2):  # the second time out of the cache
+    labels = folder / "config.json"
+    labels.write_text('{"id2label": {"0": "car"}}')
+    for there in (True, True, False):  # the second time out of the cache
+        if not there:
+            labels.unlink()
         with serving(**settings(place)) as server:
             assert ask(server, "cars-1").status_code == 200
             served = server.app.state.context.on_request.cache.entries()[0].folder
-            assert {file.name for file in served.iterdir()} == {*FILES, "config.json"}
-    (folder / "config.json").unlink()
-    with serving(**settings(place)) as server:
-        assert ask(server, "cars-1").status_code == 200
-        served = server.app.state.context.on_request.cache.entries()[0].folder
-        assert {file.name for file in served.iterdir()} == set(FILES)
+            expected = {*FILES, "config.json"} if there else {*FILES}
+            assert {file.name for file in served.iterdir()} == expected
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a\nb"), OSError()])
@@ -194,7 +198,7 @@ def test_what_nothing_foresees_is_refused_and_remembered(error, place, monkeypat
 
 
 def test_one_download_for_all_that_wait(place, gated):
-    with serving(**settings(place, adapter_sources=("gated://",))) as server:
+    with serving(**slow(place)) as server:
         with ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(ask, server, "cars-7") for _ in range(6)]
             assert gated.reading.wait(10)
@@ -208,7 +212,7 @@ def test_one_download_for_all_that_wait(place, gated):
 
 def test_a_name_that_failed_is_not_asked_again_at_once(place, gated):
     gated.fail = ConnectionError("no route to bucket-of-secrets")
-    with serving(**settings(place, adapter_sources=("gated://",))) as server:
+    with serving(**slow(place)) as server:
         loader = server.app.state.context.on_request
         now = [100.0]
         loader._now = lambda: now[0]
@@ -229,28 +233,26 @@ def test_a_name_that_failed_is_not_asked_again_at_once(place, gated):
 def test_an_adapter_that_grows_while_it_is_read(place, gated):
     gated.grow = True
     gated.gate.set()
-    with serving(**settings(place, adapter_sources=("gated://",))) as server:
-        refused(ask(server, "cars-7"), 503, "changed while it was read")
-        gated.grow, gated.sizes = False, {CONFIG: 8, WEIGHTS: 5}
-        refused(ask(server, "cars-8"), 503, "changed while it was read")
-        gated.sizes = {CONFIG: 8, WEIGHTS: 9}
-        refused(ask(server, "cars-9"), 503, "changed while it was read")
+    with serving(**slow(place)) as server:
+        for name, weights in (("cars-7", None), ("cars-8", 5), ("cars-9", 9)):
+            if weights:
+                gated.grow, gated.sizes = False, {CONFIG: 8, WEIGHTS: weights}
+            refused(ask(server, name), 503, "changed while it was read")
         assert list((place / "cache").iterdir()) == [place / "cache" / ".lock"]
 
 
 def test_deadline_and_disconnect_leave_the_load_to_the_next_request(place, gated):
-    with serving(**settings(place, adapter_sources=("gated://",))) as server:
+    with serving(**slow(place)) as server:
         late = ask(server, "cars-7", valora={"deadline": 0.05})
         refused(late, 504, "passed while adapter cars-7 was loaded")
-        loader = server.app.state.context.on_request
-        until(lambda: not loader._users)
+        until(lambda: not server.app.state.context.on_request._users)
         gated.gate.set()
         assert ask(server, "cars-7").status_code == 200
         assert gated.found == ["cars-7"] * 2
 
 
 def test_a_drain_ends_requests_that_wait_for_an_adapter(place, gated):
-    chosen = settings(place, adapter_sources=("gated://",), drain_seconds=0.0)
+    chosen = slow(place, drain_seconds=0.0)
     with serving(**chosen) as server, ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, server, "cars-7")
         assert gated.reading.wait(10)
@@ -261,7 +263,7 @@ def test_a_drain_ends_requests_that_wait_for_an_adapter(place, gated):
 
 
 def test_a_source_that_hangs(place, gated):
-    with serving(**settings(place, adapter_sources=("gated://",), adapter_seconds=0.05)) as server:
+    with serving(**slow(place, adapter_seconds=0.05)) as server:
         refused(ask(server, "cars-7"), 503, "not fetched within 0.05 s")
         assert ask(server, "tiny").status_code == 200
 
@@ -285,21 +287,17 @@ def test_the_least_recently_used_adapter_is_unloaded(place):
 def test_adapters_in_use_stay(place):
     engine = FakeEngine(step=0.02)
     with serving(engine, **settings(place, max_found_adapters=1)) as server:
+        loader = server.app.state.context.on_request
         body = {"model": "cars-1", "prompt": "x", "max_tokens": 10**6, "stream": True}
         body["ignore_eos"] = True
         with server.client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
             refused(ask(server, "cars-2"), 429, "are in use")
-        until(lambda: not server.app.state.context.on_request._users)
-        server.app.state.context.on_request._failed.clear()
+        until(lambda: not loader._users)
+        loader._failed.clear()
         assert ask(server, "cars-2").status_code == 200
         assert "cars-1" not in {m.name for m in engine.models()}
-
-
-def later(server, work):
-    """Begin a coroutine in the server's loop."""
-    return asyncio.run_coroutine_threadsafe(work, server.server.servers[0].get_loop())
 
 
 def test_an_adapter_that_comes_into_use_before_it_is_unloaded_stays(place):
@@ -308,17 +306,17 @@ def test_an_adapter_that_comes_into_use_before_it_is_unloaded_stays(place):
     with serving(engine, **settings(place, max_found_adapters=1)) as server:
         assert ask(server, "cars-1").status_code == 200
         loader, lock = server.app.state.context.on_request, server.app.state.context.served._lock
+        loop = server.server.servers[0].get_loop()
         for use in ("request", "context"):
-            later(server, lock.acquire()).result(20)
+            asyncio.run_coroutine_threadsafe(lock.acquire(), loop).result(20)
             with ThreadPoolExecutor() as pool:
                 asked = pool.submit(ask, server, "cars-2")
                 until(lambda: lock._waiters)
                 if use == "request":
                     loader._users["cars-1"] += 1
                 else:
-                    user = ServedModel("rules", "domain", "rules", adapter="cars-1")
-                    engine._served["rules"] = user
-                server.server.servers[0].get_loop().call_soon_threadsafe(lock.release)
+                    engine._served["rules"] = ServedModel("rules", "domain", "d", adapter="cars-1")
+                loop.call_soon_threadsafe(lock.release)
                 refused(asked.result(20), 429, "are in use")
             assert "cars-1" in {m.name for m in engine.models()}
             del loader._users["cars-1"]

@@ -14,8 +14,12 @@ from tests.support.http_helpers import chat, encoded, picture, serving
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
-from valora_serve.server.telemetry.adapter_states import adapter_states, follow_adapters
-from valora_serve.server.telemetry.metrics import Metrics, memory_bytes
+from valora_serve.server.telemetry.metrics import (
+    Metrics,
+    adapter_states,
+    follow_adapters,
+    memory_bytes,
+)
 from valora_serve.types import EngineStats, Finish, Output, ServedModel, Times, Usage
 
 
@@ -134,7 +138,7 @@ def test_the_dashboard_asks_only_for_metrics_that_are_there(tmp_path):
     )
     service = Service(engine, None, metrics, None)
     loader = OnRequest(service, None, settings)
-    follow_adapters(metrics, service, loader)
+    follow_adapters(metrics, engine, loader)
     last = Output("x", finish=Finish.STOP, usage=Usage(1, 1), times=Times(0.0, 0.0, 0.0, 1.0))
     metrics.ended("tiny", last, [0.0, 1.0])
     metrics.failed("x")

@@ -7,7 +7,6 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from tests.support.http_helpers import chat, serving
-from valora_serve.server.telemetry.spans import Tracer
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -32,11 +31,9 @@ def test_spans_reach_a_collector():
 
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
-        tracer = Tracer.to(f"http://127.0.0.1:{collector.server_port}/")
-        with serving(tracer=tracer) as server:
+        with serving(otlp_endpoint=f"http://127.0.0.1:{collector.server_port}/") as server:
             headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
             server.client.post("/v1/chat/completions", json=chat(max_tokens=3), headers=headers)
-        tracer.close()
         collector.shutdown()
     ((path, request),) = got
     assert path == "/v1/traces"

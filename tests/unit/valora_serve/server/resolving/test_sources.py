@@ -1,23 +1,29 @@
-"""Adapters behind fsspec: a web server with its faults, and file systems of other kinds."""
+"""Adapters of a web server with its faults, of other file systems, and of a Hugging Face hub."""
 
 import contextlib
 import functools
+import hashlib
 import http.server
 import itertools
 import json
 import logging
 import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
+import huggingface_hub.constants
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub.hf_api import HfApi
 
 from tests.support.http_helpers import adapter, refused, serving
 from tests.unit.valora_serve.server.resolving.test_on_request import ask, cards, settings
-from valora_serve.errors import SettingsError
-from valora_serve.server.resolving.base import CONFIG, WEIGHTS
-from valora_serve.server.resolving.remote import FsspecResolver
+from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.server.resolving.base import CONFIG, FILES, LABELS, PICKLE, WEIGHTS
+from valora_serve.server.resolving.cache import AdapterCache
+from valora_serve.server.resolving.sources import FsspecResolver, HubResolver
+from valora_serve.server.settings import ServerSettings
 
 LARGE = 6 << 20
 """Bytes above fsspec's block, for which it asks for ranges."""
@@ -125,20 +131,26 @@ def test_passwords_of_urls_are_written_nowhere(tmp_path, web, caplog):
 
 
 class Elsewhere(MemoryFileSystem):
-    """Files of the memory file system under other URLs."""
+    """Files of the memory file system under other URLs, with the faults of other services.
+
+    As SFTP it says when a file was last read, and has one connection, for the thread that made it.
+    """
+
+    protocol = "sftp-like"
+    made: list = []  # noqa: RUF012
+    count = itertools.count()
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.owner = threading.get_ident()
+        self.made.append(self.owner)
 
     @classmethod
     def _strip_protocol(cls, path):
         return super()._strip_protocol(path.partition("://")[2] or path)
 
-
-class Read(Elsewhere):
-    """Says when a file was last read, as SFTP does, which each read changes."""
-
-    protocol = "read-times"
-    count = itertools.count()
-
     def info(self, path, **more):
+        assert threading.get_ident() == self.owner
         return super().info(path, **more) | {"time": next(self.count)}
 
 
@@ -151,22 +163,6 @@ class Refusing(MemoryFileSystem):
         raise OSError(f"Forbidden: {path}")
 
 
-class Connected(Elsewhere):
-    """Has one connection, which is for one thread; `made` are the threads that connected."""
-
-    protocol = "connected"
-    made: list = []  # noqa: RUF012
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.owner = threading.get_ident()
-        self.made.append(self.owner)
-
-    def info(self, path, **more):
-        assert threading.get_ident() == self.owner
-        return super().info(path, **more)
-
-
 class Unreachable(MemoryFileSystem):
     protocol = "unreachable"
 
@@ -176,7 +172,7 @@ class Unreachable(MemoryFileSystem):
 
 @pytest.fixture
 def shelf():
-    for kind in (Read, Refusing, Connected, Unreachable):
+    for kind in (Elsewhere, Refusing, Unreachable):
         fsspec.register_implementation(kind.protocol, kind, clobber=True)
     memory = fsspec.filesystem("memory")
     memory.pipe(f"/shelf/cars-1/{CONFIG}", b'{"base_model_name_or_path": "tiny", "r": 8}')
@@ -185,9 +181,11 @@ def shelf():
 
 
 @pytest.mark.usefixtures("shelf")
-def test_facts_that_change_by_themselves_make_no_version(tmp_path):
-    with serving(**chosen(tmp_path, "read-times://shelf")) as server:
+def test_threads_have_own_connections_and_facts_that_change_by_themselves_make_no_version(tmp_path):
+    Elsewhere.made.clear()
+    with serving(**chosen(tmp_path, "sftp-like://shelf")) as server:
         assert ask(server, "cars-1").status_code == 200
+    assert len(set(Elsewhere.made)) == 2
 
 
 def test_the_version_changes_with_a_file(shelf):
@@ -207,14 +205,6 @@ def test_denials_of_other_services(tmp_path):
 
 
 @pytest.mark.usefixtures("shelf")
-def test_each_thread_has_a_connection(tmp_path):
-    Connected.made.clear()
-    with serving(**chosen(tmp_path, "connected://shelf")) as server:
-        assert ask(server, "cars-1").status_code == 200
-    assert len(set(Connected.made)) == 2
-
-
-@pytest.mark.usefixtures("shelf")
 @pytest.mark.parametrize(
     ("url", "words"),
     [("unreachable://u:s3cr3t@host/x", "cannot be opened .ConnectionRefusedError: .Errno 111"),
@@ -225,3 +215,108 @@ def test_hosts_that_do_not_answer_at_the_start(url, words):
     with pytest.raises(SettingsError, match=words) as raised:
         FsspecResolver(scheme, place)
     assert "s3cr3t" not in str(raised.value)
+
+
+COMMIT = hashlib.sha1(b"first").hexdigest()
+HELD = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"w" * 3000}
+
+
+class Hub(ThreadingHTTPServer):
+    """A hub with the public repository acme/cars, a gated and a private one."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.read = []  # paths that were asked for
+        self.sizes = {name: len(content) for name, content in HELD.items()}  # that it claims
+
+
+class Answer(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.server.read.append(self.path)
+        path = self.path.partition("?")[0]
+        files = [{"rfilename": name, "size": size} for name, size in self.server.sizes.items()]
+        files.append({"rfilename": "training_args.bin", "size": 10**9})
+        cars = {"id": "acme/cars", "modelId": "acme/cars", "sha": COMMIT, "siblings": files}
+        lost = 404, b"{}", {"X-Error-Code": "RepoNotFound"}
+        self.reply(*{
+            "/api/models/acme/gated": (403, b"{}", {"X-Error-Code": "GatedRepo"}),
+            "/api/models/acme/private": (401, b"{}", {"X-Error-Code": "RepoNotFound"}),
+            "/api/models/acme/denied": (403, b"{}"),
+            "/api/models/acme/cars": (200, json.dumps(cars).encode()),
+            **{f"/acme/cars/resolve/{COMMIT}/{name}": (200, held) for name, held in HELD.items()},
+        }.get(path, lost))  # fmt: skip
+
+    def reply(self, status, body, headers=()):
+        self.send_response(status)
+        for name, value in dict(headers).items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    server = Hub()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    monkeypatch.setattr(
+        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE",
+        url + "/{repo_id}/resolve/{revision}/{filename}",
+    )  # fmt: skip
+    api = HfApi.__init__
+    monkeypatch.setattr(HfApi, "__init__", lambda self: api(self, endpoint=url))
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def cache(tmp_path):
+    settings = ServerSettings(adapter_cache=str(tmp_path), adapter_bytes=5000)
+    made = AdapterCache(settings, lambda _: False)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [("acme", "cars"), ("acme/", "cars"), ("", "acme/cars")]
+)
+def test_only_the_needed_files_of_the_found_commit_are_read(hub, cache, place, name):
+    resolver = HubResolver("hf", place)
+    found = resolver.find(name)
+    assert found.version == COMMIT
+    assert found.sizes == {CONFIG: 8, WEIGHTS: 3000}
+    hub.sizes |= {LABELS: 5, PICKLE: 10**9, "checkpoint-5/config.json": 9}
+    assert resolver.find(name).sizes == {CONFIG: 8, WEIGHTS: 3000, LABELS: 5}
+    entry = cache.fetch(resolver, name, found, threading.Event())
+    assert {f: (entry.folder / f).read_bytes() for f in FILES} == HELD
+    files = [path for path in hub.read if "/resolve/" in path]
+    assert files == [f"/acme/cars/resolve/{COMMIT}/{file}" for file in FILES]
+
+
+def test_what_is_absent_and_what_is_denied(hub):
+    resolver = HubResolver("hf", "acme")
+    assert resolver.find("nothing") is None
+    assert resolver.find("private") is None  # the hub does not say which it is
+    for name in ("gated", "denied"):
+        with pytest.raises(PermissionError):
+            resolver.find(name)
+    del hub.sizes[WEIGHTS]
+    assert resolver.find("cars") is None
+    hub.sizes[PICKLE] = 3000
+    with pytest.raises(AdapterError, match="a pickle, which can run code"):
+        resolver.find("cars")
+
+
+def test_offline(monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConnectionError, match="offline"):
+        HubResolver("hf", "acme").find("cars")

@@ -1,0 +1,233 @@
+"""Where adapters are looked for: folders, the Hugging Face hub, and all that fsspec opens.
+
+Other packages add sources with an entry point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from valora_data.contract.files import UnreadableError, expanded, open_regular
+from valora_data.registry import Registry
+from valora_data.wording import first_line
+from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.server.resolving import base
+from valora_serve.server.resolving.base import Found, Resolver, Stream
+
+_CONNECT_SECONDS = 10.0  # seconds after which a host that does not answer counts as unreachable
+_ANY = "fsspec"
+RESOLVERS: Registry[Callable[[str, str], Resolver]] = Registry(
+    "valora.resolvers",
+    "resolver",
+    {
+        "file": f"{__name__}:FolderResolver",
+        "hf": f"{__name__}:HubResolver",
+        _ANY: f"{__name__}:FsspecResolver",
+    },
+    SettingsError,
+)
+
+
+def make_resolvers(sources: Iterable[str]) -> list[Resolver]:
+    """Make the resolver of each location; a scheme that nobody has registered is one of fsspec."""
+    made = []
+    for source in sources:
+        if not source.strip():
+            raise SettingsError("adapter_sources has an empty entry: name a folder or a URL")
+        scheme, separator, location = source.partition("://")
+        if not separator:
+            scheme, location = "file", source
+        kind = scheme if scheme in RESOLVERS and scheme != _ANY else _ANY
+        made.append(RESOLVERS[kind](scheme, location))
+    return made
+
+
+class FolderResolver(Resolver):
+    """Finds the adapter ``name`` in the folder ``place/name``, which links must not lead out of."""
+
+    def __init__(self, scheme: str, location: str) -> None:
+        super().__init__(scheme, location)
+        self._root = expanded(location).absolute()
+        if not self._root.is_dir():
+            raise SettingsError(
+                f"adapter_sources: {location} is no folder: make it, or name another"
+            )
+
+    def find(self, name: str) -> Found | None:
+
+        def look(file: str) -> tuple[int, object] | None:
+            try:
+                status = self._path(name, file).stat()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return status.st_size, (status.st_ino, status.st_mtime_ns, status.st_size)
+
+        return self._found(name, look)
+
+    def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
+        try:
+            return open_regular(self._path(name, file), max_bytes=1 << 62)  # the reader bounds it
+        except UnreadableError as error:
+            if isinstance(error.__cause__, PermissionError):
+                raise error.__cause__ from error
+            raise AdapterError(f"{file} of adapter {name} {error.reason}: save it again") from error
+
+    def _path(self, name: str, file: str) -> Path:
+        root = self._root.resolve()
+        said = f"{file} of adapter {name} is a link that leads"
+        try:
+            path = Path(os.path.realpath(root / name / file, strict=True))
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise AdapterError(f"{said} to itself: copy the file") from error
+        if not base.leads_inside(root / name, path, root):
+            raise AdapterError(f"{said} out of its source: copy the file")
+        return path
+
+
+class HubResolver(Resolver):
+    """Finds the adapter ``name`` in the repository ``place/name``, or ``name`` if place is empty.
+
+    The host is the Hugging Face hub, or another one that speaks its protocol (HF_ENDPOINT). Files
+    are read from the commit that was found; a token comes from HF_TOKEN, or from the login.
+    """
+
+    remedy = "put it there, or give the server a token (HF_TOKEN) if its repository is private"
+
+    def __init__(self, scheme: str, location: str) -> None:
+        super().__init__(scheme, location.strip("/"))
+        if "/" in self.location:
+            raise SettingsError(
+                f"adapter_sources: {scheme}://{location} names more than an owner: name "
+                f"{scheme}://OWNER, whose repositories are adapters, or {scheme}:// for names with "
+                "their owner"
+            )
+
+    def find(self, name: str) -> Found | None:
+        from huggingface_hub import HfApi, errors
+
+        with base.denials():
+            try:
+                info = HfApi().model_info(
+                    self._repository(name), files_metadata=True, timeout=_CONNECT_SECONDS
+                )
+            except errors.GatedRepoError:
+                raise
+            except (errors.RepositoryNotFoundError, errors.HFValidationError):
+                return None
+        listed = {item.rfilename: item.size for item in info.siblings or ()}
+        found = self._found(name, lambda file: (listed[file], None) if file in listed else None)
+        return found and replace(found, version=str(info.sha))
+
+    @contextlib.contextmanager
+    def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
+        from huggingface_hub import get_session, hf_hub_url, utils
+
+        url = hf_hub_url(self._repository(name), file, revision=found.version)
+        # Compressed, a file of the size that the hub names could grow without bound.
+        sent = utils.build_hf_headers()  # type: ignore[attr-defined]
+        headers, session = {**sent, "accept-encoding": "identity"}, get_session()
+        with (
+            base.denials(),
+            session.stream("GET", url, headers=headers, timeout=_CONNECT_SECONDS) as one,
+        ):
+            utils.hf_raise_for_status(one)  # type: ignore[attr-defined]
+            yield _Pieces(one.iter_raw(1 << 20))
+
+    def _repository(self, name: str) -> str:
+        return f"{self.location}/{name}" if self.location else name
+
+
+class _Pieces:
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._left = pieces, b""
+
+    def read(self, size: int, /) -> bytes:
+        if not self._left:
+            self._left = next((piece for piece in self._pieces if piece), b"")
+        read, self._left = self._left[:size], self._left[size:]
+        return read
+
+
+# Credentials and endpoints come from fsspec's own configuration (FSSPEC_S3_KEY and so on,
+# ~/.config/fsspec) or that of the service's client.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": _CONNECT_SECONDS, "read_timeout": 30}}
+}
+# Facts about a file that change with its content. Others change by themselves, such as the time it
+# was last read and the URL that a server redirects to.
+_VERSION = re.compile(
+    "size|etag|mod|mtime|created|md5|crc|digest|hash|checksum|sha|generation|version|^ino$", re.I
+)
+
+
+class FsspecResolver(Resolver):
+    """Finds the adapter ``name`` at ``scheme://place/name``: S3, Google Cloud Storage, HTTP."""
+
+    def __init__(self, scheme: str, location: str) -> None:
+        super().__init__(scheme, location.rstrip("/"))
+        try:
+            self._opened()
+        except Exception as error:
+            raise SettingsError(
+                f"adapter_sources: {scheme}:// cannot be opened ({type(error).__name__}: "
+                f"{base.without_password(first_line(error))}): install the package of this file "
+                "system, start its host, or correct its address or user"
+            ) from error
+
+    def _opened(self) -> tuple[Any, str]:
+        """The file system, made anew as some have a connection for one thread, and its path."""
+        from fsspec.core import url_to_fs
+
+        options = {"use_listings_cache": False, "skip_instance_cache": True}
+        files, root = url_to_fs(self.url, **options, **_OPTIONS.get(self.scheme, {}))
+        return files, root.rstrip("/")
+
+    def find(self, name: str) -> Found | None:
+        files, root = self._opened()
+
+        def look(file: str) -> tuple[int | None, object] | None:
+            try:
+                with base.denials():
+                    try:
+                        info = files.info(f"{root}/{name}/{file}")
+                    except FileNotFoundError as error:
+                        self._check_absent(error)
+                        return None
+            except PermissionError:
+                if file in base.FILES:
+                    raise
+                return None  # S3 denies access to what is absent where listing is not allowed
+            size = info.get("size")
+            facts = sorted((k, str(v)) for k, v in info.items() if _VERSION.search(k))
+            return size if type(size) is int else None, facts
+
+        return self._found(name, look)
+
+    @contextlib.contextmanager
+    def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
+        # In pieces a file is asked for with ranges, which not all servers of HTTP have.
+        whole = {"block_size": 0} if self.scheme in ("http", "https") else {}
+        with base.denials():
+            files, root = self._opened()
+            opened = files.open(f"{root}/{name}/{file}", "rb", cache_type="readahead", **whole)
+        with opened:
+            yield opened
+
+    def _check_absent(self, error: FileNotFoundError) -> None:
+        """Raise what a file system of HTTP hides: it calls every failure a file that is absent."""
+        cause = error.__cause__
+        if cause is None or isinstance(cause, FileNotFoundError):
+            return
+        status = base.status_of(cause)
+        if status not in (None, 404, 410) or (status is None and self.scheme in ("http", "https")):
+            raise cause

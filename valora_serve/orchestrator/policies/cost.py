@@ -4,7 +4,9 @@ A step of τ seconds with N requests in the system costs N·τ request-seconds, 
 latencies is N integrated over time. The policy compares all choices on this scale:
 
 - **Weights.** Of the current weights, pristine weights and the most popular adapters, it takes
-  those with the cheapest switch and steps until the batch changes.
+  those with the cheapest switch and steps until the batch changes. What other weights would have
+  saved in steps with prompts since the last switch pays for theirs, as one buys skis once the rent
+  has come to their price: at most twice the cost of one who knows what comes.
 - **Prompts.** A step with prompt tokens delays all rows that decode. Where two such steps cost more
   than one with twice the tokens, prompts are collected: one set-up costs C = N·(seconds that
   sharing it saves), and a waiting request costs 1 per second, so √(2λC) requests at arrival rate λ
@@ -31,6 +33,7 @@ from valora_serve.orchestrator.decision import PolicySettings, RequestView, View
 from valora_serve.types import Mode
 
 CANDIDATES = 2  # adapters considered for merging, besides the merged one
+REGRETS = 4  # weights of which is known what they would have saved
 HORIZON = 64  # most steps for which a choice of weights is assumed to hold
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)  # rows of a step with a chunk, besides captured sizes
 RECONSIDER = 0.1  # seconds after which an unchanged queue is considered again
@@ -139,6 +142,8 @@ class CostPolicy(BasePolicy):
         self._gap = self._burst = 1.0
         self._burst_size = 0
         self._ranks: dict[str | None, int] = {}
+        # Seconds that other weights would have saved in steps with prompts since the last switch.
+        self._regrets: dict[str | None, float] = {}
         self._sizes = sorted({*cost_model.captured_rows, *CHUNKS})
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:
@@ -176,6 +181,7 @@ class CostPolicy(BasePolicy):
                 due = urgent or self._any_due(r for r in view.running if r.prompt_left)
                 if load.rows.all and not due:
                     budget = self._chunk(load, adapter, budget, self._rate(view.now))
+                self._regret(view, load, adapter, budget)
         elif waiting:
             until = view.now + RECONSIDER
         return BatchPlan(
@@ -248,6 +254,7 @@ class CostPolicy(BasePolicy):
             rank = self._ranks.get(adapter, 0)
             switch = self.cost.switch(view.merged, adapter, rank)
             cost = switch * (1 + self.settings.hysteresis)
+            cost = max(0.0, cost - self._regrets.get(adapter, 0.0))
             cost += self.cost.step(load.step(adapter, rank, load.prompt.all))
             cost += steps * self.cost.step(load.step(adapter, rank, 0, later=True))
             if cost < lowest:
@@ -256,6 +263,20 @@ class CostPolicy(BasePolicy):
         own = chosen.rows + chosen.coming if chosen is not None else 0
         note = f"rows of the merged adapter: {own} of {rows}; predicted {lowest * 1e3:.1f} ms"
         return best, note
+
+    def _regret(self, view: View, load: _Load, adapter: str | None, tokens: int) -> None:
+        """Note what other weights would have saved in a step with so many prompt tokens."""
+        if adapter != view.merged:
+            self._regrets.clear()
+        found, ranks = self._regrets, self._ranks
+        took = self.cost.step(load.step(adapter, ranks.get(adapter, 0), tokens))
+        for other in {None, *load.groups, *found} - {adapter}:
+            rank = ranks.get(other, 0)
+            saved = took - self.cost.step(load.step(other, rank, tokens))
+            limit = self.cost.switch(adapter, other, rank) * (1 + self.settings.hysteresis)
+            found[other] = min(found.get(other, 0.0) + saved, limit)
+        best = heapq.nlargest(REGRETS, found, key=found.__getitem__)
+        self._regrets = {other: found[other] for other in best if found[other] > 0}
 
     def observe(self, arrived: Sequence[float]) -> None:
         for arrival in arrived:

@@ -1,6 +1,7 @@
 """Decisions of every policy in situations that can be worked out by hand."""
 
 import io
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 from tests.bench.valora_serve.sim_slora import LastComeFirstServed
 from tests.support import policy_views
 from tests.support.policy_views import COSTS, LIMITS, policy, taken, view, waiting
-from valora_serve.orchestrator.cost_model import H200_7B
+from valora_serve.orchestrator.cost_model import H200_7B, StepShape
 from valora_serve.orchestrator.decision import PolicySettings, window
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.orchestrator.trace import DecisionTrace
@@ -447,3 +448,31 @@ def test_a_trace_is_one_line_a_step_and_ends_with_the_disk(caplog):
         writer.write(seen, decision)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "No space left" in caplog.text
+
+
+def test_weights_change_once_prompts_have_paid_for_it():
+    chooser, now, merged = make_policy("cost", H200_7B, PolicySettings()), 0.0, None
+
+    def asked(adapters):
+        """Answer lone prompts of adapters; how many until the weights have changed."""
+        nonlocal now, merged
+        before = merged
+        for number, adapter in enumerate(adapters):
+            now += 0.1
+            one = waiting(number, adapter, arrival=now, output=0)
+            merged = chooser.decide(view(wait=[one], now=now, merged=merged)).merged
+            if merged != before:
+                return number
+        return None
+
+    assert asked("ab" * 100) is None, "what a saves, b takes twice"
+    merge = 1.1 * H200_7B.switch(None, "a")
+    unmerged, alone = (
+        H200_7B.step(StepShape(prefill=32, terms=n, work=64 * n, ranks=2 * n)) for n in (32, 0)
+    )
+    assert asked("a" * 100) == math.ceil(merge / (unmerged - alone)) - 1, "the last counts, too"
+    assert merged == "a"
+    assert asked("ab" * 100) is not None
+    assert merged is None
+    assert asked("b" * 100) is not None
+    assert merged == "b"

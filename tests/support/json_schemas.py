@@ -1,8 +1,7 @@
 """Random JSON schemas, and random answers to them token by token."""
 
-import random
-
 import numpy as np
+from hypothesis import strategies as st
 
 NUMBERS = [
     0, 1, -1, 0.5, -0.5, 5, 5.5, 0.1, 1e-3, 1e-9, 1e-20, 1e-300, -1e-300, 12.25, 99, 100, 1e15,
@@ -18,102 +17,55 @@ CONSTANTS = [
     None, True, False, 0, 1, -1, 1.5, "x", 'é\n"', "", [1, "a"], {"a": 1}, {}, [], 1e-7, -0.0, 1.0,
     10**15,
 ]  # fmt: skip
+NAMES = ["a", "b", "c", "d/e", "f~g", "minimum", "é"]
 
 
-def _number(draw):
-    if draw.random() < 0.7:
-        return draw.choice(NUMBERS)
-    return round(draw.uniform(-20, 20), draw.choice([0, 1, 2, 5, 17]))
+def _of(*kinds, **keywords):
+    """Schemas of one of these types, each with some of the keywords."""
+    return st.fixed_dictionaries({"type": st.sampled_from(kinds)}, optional=keywords)
 
 
-def _numeric(draw):
-    made = {"type": draw.choice(["number", "integer", "number"])}
-    for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-        if draw.random() < 0.4:
-            made[key] = _number(draw)
-    if draw.random() < 0.2:
-        made["multipleOf"] = draw.choice([1, 2, 3, 0.5, 0.25, 7, 10, 1.5])
-    return made
+_number = st.sampled_from(NUMBERS) | st.floats(-20, 20) | st.integers(-20, 20)
+_numeric = _of(
+    "number", "integer", multipleOf=st.sampled_from([1, 2, 3, 0.5, 0.25, 7, 10, 1.5]),
+    minimum=_number, maximum=_number, exclusiveMinimum=_number, exclusiveMaximum=_number,
+)  # fmt: skip
+_string = _of(
+    "string", minLength=st.integers(0, 6), maxLength=st.integers(0, 8),
+    pattern=st.sampled_from(PATTERNS), format=st.sampled_from(FORMATS),
+)  # fmt: skip
+_constant = st.sampled_from(CONSTANTS)
+_simple = (
+    _numeric
+    | _string
+    | st.fixed_dictionaries({"const": _constant})
+    | st.fixed_dictionaries({"enum": st.lists(_constant, min_size=1, max_size=4)})
+    | st.sampled_from([{"type": "null"}, {"type": "boolean"}, {}])
+    | st.builds(lambda place, more: {"$ref": place} | more, st.sampled_from(["#/$defs/n", "#"]),
+                st.just({}) | _numeric)
+)  # fmt: skip
 
 
-def _string(draw):
-    made = {"type": "string"}
-    if draw.random() < 0.4:
-        made["minLength"] = draw.randint(0, 6)
-    if draw.random() < 0.4:
-        made["maxLength"] = draw.randint(0, 8)
-    if draw.random() < 0.5:
-        made["pattern"] = draw.choice(PATTERNS)
-    if draw.random() < 0.15:
-        made["format"] = draw.choice(FORMATS)
-    return made
+def _nested(inner):
+    named, few = st.dictionaries(st.sampled_from(NAMES), inner, max_size=4), st.integers(0, 4)
+    closed = st.sampled_from([False, False, {"type": "integer"}])
+    patterns = st.dictionaries(st.sampled_from(["^x", "y$", "^a"]), inner, max_size=1)
+    objects = named.flatmap(lambda made: _of(
+        "object", properties=st.just(made), additionalProperties=closed, minProperties=few,
+        required=st.lists(st.sampled_from(sorted(made) or ["a"]), unique=True),
+        maxProperties=few, patternProperties=patterns,
+    ))  # fmt: skip
+    several = st.lists(inner, min_size=1, max_size=3)
+    arrays = _of("array", items=inner, prefixItems=several, minItems=few, maxItems=few)
+    joined = st.builds(
+        lambda key, parts, more: {key: parts} | more, st.sampled_from(["anyOf", "oneOf", "allOf"]),
+        several, st.just({}) | _numeric | _string,
+    )  # fmt: skip
+    return objects | arrays | joined
 
 
-def _simple(draw):
-    way = draw.randrange(6)
-    if way < 2:
-        return _numeric(draw)
-    if way == 2:
-        return _string(draw)
-    if way == 3:
-        return {"const": draw.choice(CONSTANTS)}
-    if way == 4:
-        return {"enum": draw.choices(CONSTANTS, k=draw.randint(1, 4))}
-    return draw.choice([{"type": "null"}, {"type": "boolean"}, {}])
-
-
-def _object(draw, depth):
-    names = draw.sample(["a", "b", "c", "d/e", "f~g", "minimum", "é"], draw.randint(0, 4))
-    made = {
-        "type": "object", "properties": {name: _any(draw, depth + 1) for name in names}
-    }  # fmt: skip
-    if draw.random() < 0.7:
-        made["required"] = draw.sample(names, draw.randint(0, len(names)))
-    if draw.random() < 0.7:
-        made["additionalProperties"] = draw.choice([False, False, {"type": "integer"}])
-    if draw.random() < 0.15:
-        made["patternProperties"] = {draw.choice(["^x", "y$", "^a"]): _any(draw, depth + 1)}
-    if draw.random() < 0.15:
-        made["minProperties"] = draw.randint(0, 3)
-    if draw.random() < 0.15:
-        made["maxProperties"] = draw.randint(0, 4)
-    return made
-
-
-def _array(draw, depth):
-    made = {"type": "array"}
-    if draw.random() < 0.8:
-        made["items"] = _any(draw, depth + 1)
-    if draw.random() < 0.2:
-        made["prefixItems"] = [_any(draw, depth + 1) for _ in range(draw.randint(1, 3))]
-    if draw.random() < 0.5:
-        made["minItems"] = draw.randint(0, 3)
-    if draw.random() < 0.5:
-        made["maxItems"] = draw.randint(0, 4)
-    return made
-
-
-def _any(draw, depth):
-    way = draw.random()
-    if depth > 3 or way < 0.3:
-        return _simple(draw)
-    if way < 0.5:
-        return _object(draw, depth)
-    if way < 0.65:
-        return _array(draw, depth)
-    if way < 0.85:
-        key = draw.choice(["anyOf", "oneOf", "allOf", "anyOf"])
-        made = {key: [_any(draw, depth + 1) for _ in range(draw.randint(1, 3))]}
-        return made | (draw.choice([_numeric, _string])(draw) if draw.random() < 0.3 else {})
-    return {"$ref": draw.choice(["#/$defs/n", "#", "#/$defs/n"])} | (
-        {} if draw.random() < 0.7 else _numeric(draw)
-    )
-
-
-def random_schema(seed):
-    """Return a JSON schema; some are contradictory, and some cannot be served."""
-    draw = random.Random(seed)
-    return _any(draw, 0) | {"$defs": {"n": _any(draw, 2)}}
+schemas = st.recursive(_simple, _nested, max_leaves=8)
+"""Some are contradictory, and some cannot be served."""
 
 
 def random_answer(constraint, tokenizer, seed, *, padded=0, most=200, begin=""):

@@ -53,22 +53,13 @@ class Route(APIRoute):
             body = await context.bodies.read(request, rules)
             if self.body_field is None:
                 request._body = body
-                return await until_disconnect(request.receive, handle(request))
-            parsing = context.bodies.parsed(body, declared)
-            del body  # it is freed as soon as it is parsed
-            request = _ParsedRequest(request, await parsing)
+            else:
+                parsing = context.bodies.parsed(body, declared)
+                del body  # it is freed as soon as it is parsed
+                request._body, request._json = b" ", await parsing
             return await until_disconnect(request.receive, handle(request))
 
         return checked
-
-
-class _ParsedRequest(Request):
-    def __init__(self, request: Request, value: Any) -> None:
-        super().__init__(request.scope, request.receive)
-        self._body, self._value = b" ", value
-
-    async def json(self) -> Any:
-        return self._value
 
 
 class Bodies:
@@ -101,14 +92,12 @@ class Bodies:
         try:
             async with asyncio.timeout(settings.body_seconds):
                 async for piece in request.stream():
-                    size += len(piece)
-                    self._held += len(piece)
+                    size, self._held = size + len(piece), self._held + len(piece)
                     if size > max_bytes:
                         raise too_large
                     if self._held > settings.max_held_bytes:
-                        raise errors.OverloadedError(
-                            "Other requests fill the memory: try again in 1 s"
-                        )
+                        said = "Other requests fill the memory: try again in 1 s"
+                        raise errors.OverloadedError(said)
                     pieces.append(piece)
         except TimeoutError as error:
             raise errors.SlowClientError(

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from valora_data.contract.results import BoxesResult
 from valora_serve import types
-from valora_serve.errors import CancelledRequestError, DrainingError, RequestError, ServeError
+from valora_serve.errors import CancelledRequestError, DrainingError, ServeError
 from valora_serve.server.api.requests import Arrival
 from valora_serve.server.api.schema import ErrorAnswer, TokenDetails, UsageAnswer, ValoraAnswer
 from valora_serve.server.errors import DRAINED, error_body
@@ -175,8 +175,6 @@ def usage(lasts: Iterable[Output], prompts: int = 1) -> UsageAnswer:
 def _about_all(lasts: Sequence[Output]) -> Output:
     """The answer to several images, of which each was a request of its own."""
     heads = [last.head for last in lasts if isinstance(last.head, BoxesResult)]
-    if len(heads) < len(lasts):
-        raise RequestError("This domain's head reads one image at a time: send one in a request")
     used = [last.usage for last in lasts if last.usage is not None]
     times = [last.times for last in lasts if last.times is not None]
     return replace(

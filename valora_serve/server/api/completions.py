@@ -18,7 +18,7 @@ from valora_serve import types
 from valora_serve.errors import RequestError, ServeError
 from valora_serve.server.access.guard import Access, allow
 from valora_serve.server.api import common, schema
-from valora_serve.server.api.domain_prompt import completion_warnings
+from valora_serve.server.api.domain_prompt import measured
 from valora_serve.server.api.requests import (
     Arrival,
     check_head,
@@ -90,7 +90,10 @@ async def _begin(
     made = await arrival.constrained(plain, grammar)
     left = arrival.time_left()
     requests = [replace(one, deadline=left) for one in made]
-    warnings = completion_warnings(model)
+    warnings = [
+        f"{measured(model)}, which text completions lack: its accuracy does not hold, ask "
+        "/v1/chat/completions instead"
+    ] * (model.kind == "domain" and model.form is None)
     return _Completion(arrival, requests, body, identity, prompts=len(prompts), warnings=warnings)
 
 

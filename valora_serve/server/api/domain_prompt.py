@@ -80,16 +80,6 @@ def check_measured_media(
     return []
 
 
-def completion_warnings(model: ServedModel) -> list[str]:
-    """Warnings for a text completion, which reads neither a domain's prompt nor an image."""
-    if model.kind != "domain" or model.form is not None:
-        return []
-    return [
-        f"{_measured(model)}, which text completions lack: its accuracy does not hold, ask "
-        "/v1/chat/completions instead"
-    ]
-
-
 def _about_context(model: ServedModel, messages: Sequence[Message]) -> Asked:
     """The conversation about a context, in place of whose head the context stands."""
     turns = [one for one in messages if one.role not in _SYSTEM]
@@ -187,10 +177,11 @@ def _ignored(model: ServedModel, what: Sequence[str]) -> str:
 
 
 def _unmeasured(model: ServedModel, what: Sequence[str]) -> str:
-    return f"{_measured(model)} alone: its accuracy does not hold with {', '.join(what)}"
+    return f"{measured(model)} alone: its accuracy does not hold with {', '.join(what)}"
 
 
-def _measured(model: ServedModel) -> str:
+def measured(model: ServedModel) -> str:
+    """What a domain was measured with, as the beginning of a sentence."""
     images = "" if model.media == "text" else " and images"
     return f"{model.name} was measured with its prompt ({shown(model.prompt)}){images}"
 

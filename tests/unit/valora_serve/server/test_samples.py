@@ -1,6 +1,5 @@
 """The sample of requests: what is kept, by whom it may be read, its limit, and what reads it."""
 
-import json
 import multiprocessing
 from dataclasses import replace
 
@@ -24,14 +23,16 @@ ALL = {"person": 1.0, "scene": 1.0, "caption": 1.0}
 
 
 def sampling(folder, shares=ALL, **more):
-    settings = ServerSettings(sample_folder=str(folder), sample_shares=shares, **more)
-    return Samples(settings)
+    return Samples(ServerSettings(sample_folder=str(folder), sample_shares=shares, **more))
 
 
-def offer(samples, name="person", image=PICTURE, **fields):
+def offer(samples, model=PERSON, images=(PICTURE,), output=None, **fields):
     """Offer an answer, and wait until it is written."""
-    request = Request("r", images=[image], **fields)
-    samples.offer(replace(PERSON, name=name), request, Output("r", head=HEAD))
+    samples.offer(model, Request("r", images=images, **fields), output or Output("r", head=HEAD))
+    written(samples)
+
+
+def written(samples):
     samples._thread.submit(int).result()
 
 
@@ -80,8 +81,7 @@ def test_what_requests_ask_is_read_as_what_was_answered(tmp_path):
 def test_what_is_never_kept(tmp_path, path, body):
     with serving(sample_folder=str(tmp_path), sample_shares={"person": 1.0}) as server:
         assert server.client.post(path, json=body).status_code == 200
-        samples = server.service.samples
-        samples._thread.submit(int).result()
+        written(server.service.samples)
     assert kept(tmp_path) == []
 
 
@@ -89,18 +89,17 @@ def test_no_request_that_a_small_model_could_not_answer(tmp_path):
     samples = sampling(tmp_path)
     offer(samples, videos=[[PICTURE]])
     for model in (replace(PERSON, prompted=True), CAPTION, replace(SCENE, name="other")):
-        samples.offer(model, Request("r", images=[PICTURE]), Output("r", head=HEAD))
-    samples.offer(PERSON, Request("r", images=[PICTURE] * 2), Output("r", head=HEAD))
-    samples.offer(PERSON, Request("r", images=[PICTURE]), Output("r", text="words"))
-    samples._thread.submit(int).result()
+        offer(samples, model)
+    offer(samples, images=[PICTURE] * 2)
+    offer(samples, output=Output("r", text="words"))
     assert kept(tmp_path) == []
 
 
 def test_a_server_without_the_setting_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with serving() as server:
-        body = {"images": [GOOD]}
-        assert server.client.post("/v1/vision/person", json=body).status_code == 200
+        found = server.client.post("/v1/vision/person", json={"images": [GOOD]})
+        assert found.status_code == 200
     assert [*tmp_path.iterdir()] == []
 
 
@@ -138,7 +137,7 @@ def test_pictures_are_passed_over_while_others_wait(tmp_path):
     for _ in range(9):
         samples.offer(PERSON, Request("r", images=[PICTURE]), Output("r", head=HEAD))
     gate.set()
-    samples._thread.submit(int).result()
+    written(samples)
     assert len(kept(tmp_path)) == 4
 
 
@@ -153,9 +152,7 @@ def test_processes_share_the_limit_and_no_file_is_half_there(tmp_path):
     several = [processes.Process(target=_writer, args=(tmp_path, 15_000)) for _ in range(3)]
     for one in several:
         one.start()
-    for one in several:
-        one.join(60)
-        assert one.exitcode == 0
+    assert [one.join(60) or one.exitcode for one in several] == [0] * 3
     sizes = [file.stat().st_size for file in kept(tmp_path)]
     assert 15_000 - max(sizes) < sum(sizes) <= 15_000
     assert all(NOTE in Image.open(file).info for file in kept(tmp_path))
@@ -166,7 +163,7 @@ def test_processes_share_the_limit_and_no_file_is_half_there(tmp_path):
 )
 def test_names_of_domains_lead_nowhere_else(tmp_path, name):
     folder = tmp_path / "kept" / "here"
-    offer(sampling(folder, {name: 1.0}), name)
+    offer(sampling(folder, {name: 1.0}), replace(PERSON, name=name))
     assert len([*folder.rglob("*.png")]) == (len(name) < 99)
     assert all(file.is_relative_to(folder) for file in tmp_path.rglob("*.png"))
 
@@ -187,13 +184,10 @@ def test_mistakes_are_found_at_the_start(tmp_path, monkeypatch, settings, said):
 
 
 def test_answers_of_older_bundles_and_other_pictures(tmp_path):
-    samples = sampling(tmp_path / "kept")
-    out = tmp_path / "out"
+    samples, out = sampling(tmp_path / "kept"), tmp_path / "out"
     out.mkdir()
     for bundle in ("d@1", "d@2", "d@2"):
-        model, request = replace(PERSON, bundle=bundle), Request("r", images=[PICTURE])
-        samples.offer(model, request, Output("r", head=HEAD))
-        samples._thread.submit(int).result()
+        offer(samples, replace(PERSON, bundle=bundle))
     [model] = take_sample(tmp_path / "kept", out)
     assert model.bundle == "d@2" and len(read_predictions(out / "predictions.jsonl")) == 2
     for content in (b"", encoded(PICTURE), encoded(PICTURE)[:50]):
@@ -203,4 +197,3 @@ def test_answers_of_older_bundles_and_other_pictures(tmp_path):
     with pytest.raises(SettingsError, match="out holds no sample of a server: name a bundle"):
         take_sample(out, out)
     assert len(read_predictions(out / "predictions.jsonl")) == 2
-    json.loads((out / "predictions.jsonl").read_text().splitlines()[0])

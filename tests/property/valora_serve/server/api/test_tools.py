@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.json_schemas import random_answer, random_schema
+from tests.support.json_schemas import random_answer, schemas
 from valora_data.contract.base_model import base_folder
 from valora_serve.errors import RequestError
 from valora_serve.server.api.schema import Function
@@ -32,6 +32,7 @@ def grammars():
 @settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
+    inner=schemas,
     begin=st.sampled_from(
         ["", "<to", "é \n<tool_call", f'x\n<tool_call>\n{{"name": "{NAME}',
          f"{STOP}\n<tool_call>", f'<tool_call>\n{{"name": "{NAME}", "arguments": {{"a']
@@ -40,10 +41,10 @@ def grammars():
     several=st.booleans(),
     size=st.integers(1, 30),
 )  # fmt: skip
-@example(0, "", True, True, 1)
-@example(306, "", False, False, 9)  # a POSIX class, which ECMA-262 reads differently
-def test_an_answer_is_text_or_valid_calls(grammars, seed, begin, text, several, size):
-    schema = {"type": "object", "properties": {"a": random_schema(seed)}, "required": ["a"],
+@example(0, {}, "", True, True, 1)
+@example(6, {"pattern": "[[:alpha:]]"}, "", False, False, 9)  # which ECMA-262 reads differently
+def test_an_answer_is_text_or_valid_calls(grammars, seed, inner, begin, text, several, size):
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"],
               "$defs": {"n": {"type": "null"}}}  # fmt: skip
     functions = [Function(name="stop"), Function(name=NAME, parameters=schema)]
     tools = Tools(functions, text=text, several=several)

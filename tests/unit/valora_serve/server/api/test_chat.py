@@ -156,20 +156,6 @@ def test_texts_that_are_too_long_are_told_as_openai_does(server, path):
     assert error["message"].startswith("This model's maximum context length is ")
 
 
-def test_an_error_in_mid_stream_is_told_in_the_stream():
-    class Broken(FakeEngine):
-        async def _answer(self, request, arrival):
-            async for output in super()._answer(request, arrival):
-                yield output
-                return
-
-    with serving(Broken()) as broken:
-        other = openai.OpenAI(base_url=f"{broken.url}/v1", api_key="x", max_retries=0)
-        with pytest.raises(openai.APIError, match="stopped while it answered"):
-            list(ask(other, stream=True))
-        assert broken.inside == 0
-
-
 # The prompt of a domain
 
 

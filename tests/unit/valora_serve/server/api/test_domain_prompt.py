@@ -6,12 +6,7 @@ from itertools import permutations
 import pytest
 
 from valora_serve.errors import ImageError, RequestError
-from valora_serve.server.api.domain_prompt import (
-    as_measured,
-    check_measured_media,
-    completion_warnings,
-    question_of,
-)
+from valora_serve.server.api.domain_prompt import as_measured, check_measured_media, question_of
 from valora_serve.server.api.schema import ChatRequest
 from valora_serve.types import ServedModel
 
@@ -161,20 +156,17 @@ def test_what_cannot_be_asked(model, turns, message):
         ask(model, *turns)
 
 
-def test_words_that_only_begin_like_the_prompt_are_not_cut():
-    assert question_of(PLACE, "located left", head=False)[0] == "locate located left"
-    around = replace(PLACE, prompt="is there {}?")
-    assert question_of(around, "a dog", head=False)[0] == "is there a dog?"
-    assert question_of(around, "Is there a dog?", head=False)[0] == "is there a dog?"
-    assert question_of(around, "is there", head=False)[0] == "is there is there?"
-    with pytest.raises(RequestError, match=r"mood answers questions .*: send the question as text"):
-        question_of(MOOD, None, head=True)
-
-
-def test_text_completions_are_warned_of():
-    assert completion_warnings(ADAPTER) == []
-    assert "chat" in completion_warnings(PERSON)[0]
-    assert "and images" not in completion_warnings(WRITTEN)[0]
+@pytest.mark.parametrize(
+    ("prompt", "words", "asked"),
+    [
+        ("locate {}", "located left", "locate located left"),
+        ("is there {}?", "a dog", "is there a dog?"),
+        ("is there {}?", "Is there a dog?", "is there a dog?"),
+        ("is there {}?", "is there", "is there is there?"),
+    ],
+)
+def test_words_that_only_begin_like_the_prompt_are_not_cut(prompt, words, asked):
+    assert question_of(replace(PLACE, prompt=prompt), words, head=False)[0] == asked
 
 
 @pytest.mark.parametrize(

@@ -8,34 +8,26 @@ import openai
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import CHAT, chat, serving
+from tests.support.http_helpers import CHAT, chat, refused, serving
 from valora_serve.errors import NonFiniteError, QuarantinedError
-from valora_serve.types import Finish, Logprob, Output, TokenLogprobs
+from valora_serve.server.api.common import json_logprob
+from valora_serve.types import Finish, Output
 
-VALUES = (math.nan, math.inf, -math.inf, -1e30, -0.25)
 BODIES = {CHAT: chat("hello"), "/v1/completions": {"prompt": "hello"}}
 REASON = "merging it makes base weights infinite or NaN"
 
 
 class Strange(FakeEngine):
-    """Says every log probability that a model can compute, and breaks where it is told."""
+    """Breaks where it is told: with an error, or without a last output."""
 
-    breaks_at = None
-
-    @staticmethod
-    def _logprobs(request, word, index, chars):
-        if request.sampling.logprobs is None:
-            return ()
-        chosen = Logprob(index, word, VALUES[index % len(VALUES)])
-        top = [Logprob(90 + n, f"<{n}>", value) for n, value in enumerate(VALUES)]
-        return (TokenLogprobs(chosen, tuple(top)),)
+    breaks_at, wrong = None, None
 
     async def _answer(self, request, arrival):
         made = 0
         async for output in super()._answer(request, arrival):
             if made == self.breaks_at:
-                wrong = NonFiniteError("adapter-1 computed NaN or infinity for this request: no")
-                yield Output(request.id, finish=Finish.ERROR, error=wrong)
+                if self.wrong is not None:
+                    yield Output(request.id, finish=Finish.ERROR, error=self.wrong)
                 return
             made += 1
             yield output
@@ -51,46 +43,33 @@ def server():
         yield running
 
 
-def events(response):
-    lines = [line[6:] for line in response.text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", BODIES)
-def test_no_log_probability_breaks_an_answer(server, path, stream):
-    body = {"max_tokens": 5, "stream": stream}
-    asked = {"logprobs": True, "top_logprobs": 5} if path == CHAT else {"logprobs": 5}
-    response = server.client.post(path, json=BODIES[path] | body | asked)
-    assert response.status_code == 200
-    parts = events(response) if stream else [response.json()]
-    assert not any("error" in part for part in parts)
-    found, tops = [], []
-    for choice in (choice for part in parts for choice in part["choices"]):
-        logprobs = choice.get("logprobs") or {}
-        for item in logprobs.get("content") or ():
-            found.append(item["logprob"])
-            tops.append([top["logprob"] for top in item["top_logprobs"]])
-        found += logprobs.get("token_logprobs") or ()
-        tops += [list(top.values()) for top in logprobs.get("top_logprobs") or ()]
-    assert found == [-9999.0] * 4 + [-0.25]
-    assert tops == [[-9999.0] * 4 + [-0.25]] * 5
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1e30])
+def test_no_log_probability_breaks_an_answer(value):
+    assert json_logprob(value) == -9999.0
+    assert json_logprob(-0.25) == -0.25
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_an_answer_that_is_not_finite(server, path):
-    server.engine.breaks_at = 2
-    body = BODIES[path]
-    whole = server.client.post(path, json=body)
-    assert whole.status_code == 422
-    assert whole.json()["error"]["code"] == "non_finite_output"
+@pytest.mark.parametrize(
+    ("wrong", "status", "code"),
+    [
+        (NonFiniteError("adapter-1 computed NaN or infinity: no"), 422, "non_finite_output"),
+        (None, 503, "unavailable"),
+    ],
+)
+def test_an_answer_that_breaks_off(server, path, wrong, status, code):
+    engine, body = server.engine, BODIES[path]
+    engine.breaks_at, engine.wrong = 2, wrong
+    assert refused(server.client.post(path, json=body), status) == code
     streamed = server.client.post(path, json=body | {"stream": True})
     assert streamed.status_code == 200  # two tokens were sent before
-    assert events(streamed)[-1]["error"]["code"] == "non_finite_output"
-    server.engine.breaks_at = 0
+    lines = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: ")]
+    assert json.loads(lines[-2])["error"]["code"] == code
+    assert lines[-1] == "[DONE]"
+    engine.breaks_at = 0
     if path != CHAT:  # a chat stream begins with the role
-        assert server.client.post(path, json=body | {"stream": True}).status_code == 422
+        assert server.client.post(path, json=body | {"stream": True}).status_code == status
+    assert server.inside == 0
 
 
 def test_a_quarantined_adapter(server):

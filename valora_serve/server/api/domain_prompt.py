@@ -8,6 +8,7 @@ order of its training is restored, and a warning names what its accuracy was not
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from valora_data.contract.files import shown
@@ -105,19 +106,18 @@ def _for_head(model: ServedModel, messages: Sequence[Message]) -> Asked:
             "send one in a user message, or set valora.head to false to generate"
         )
     spoken = _newest(messages, text_of) if model.takes_words else None
-    question, _ = question_of(
-        model, None if spoken is None else text_of(messages[spoken]), head=True
-    )
+    words = None if spoken is None else text_of(messages[spoken])
+    question, _ = question_of(model, words, head=True)
     dropped: list[str] = []
     for number, message in enumerate(messages):
-        words = text_of(message)
-        if number == spoken or (number == newest and words in ("", question.strip())):
+        said = text_of(message)
+        if number == spoken or (number == newest and said in ("", question.strip())):
             continue
         if message.role in _SYSTEM:
             dropped.append("the system prompt")
         elif message.role != "user" or number < newest or spoken is not None:
             dropped.append("the other turns")
-        elif words:
+        elif said:
             dropped.append("the text")
     turn = _asking(Message(role="user", content=messages[newest].content), question)
     return [turn], [_ignored(model, dropped)] if dropped else []
@@ -160,12 +160,9 @@ def _filled(prompt: str, words: str) -> str:
     if PLACE not in prompt:
         return words
     before, _, after = prompt.partition(PLACE)
-    start, end = before.lstrip(), after.rstrip()
-    has_start = words[: len(start)].lower() == start.lower()
-    has_end = words[len(words) - len(end) :].lower() == end.lower()
-    if (start or end) and has_start and has_end and len(words) > len(start) + len(end):
-        words = words[len(start) : len(words) - len(end)].strip()
-    return prompt.replace(PLACE, words)
+    whole = f"{re.escape(before.lstrip())}(.+){re.escape(after.rstrip())}"
+    found = re.fullmatch(whole, words, re.IGNORECASE | re.DOTALL)
+    return prompt.replace(PLACE, found[1].strip() if found else words)
 
 
 def _ignored(model: ServedModel, what: Sequence[str]) -> str:

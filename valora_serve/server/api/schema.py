@@ -44,6 +44,8 @@ Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = str  # whose halves of characters (lone surrogates) are refused as no JSON
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Limit = Annotated[int | None, Field(ge=1, le=10_000_000)]
+_Token = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+_Bias = dict[_Token, Annotated[FiniteFloat, Field(ge=-100, le=100)]]
 _Penalty = Annotated[FiniteFloat | None, Field(ge=-2, le=2)]
 Deadline = Annotated[
     FiniteFloat | None,
@@ -317,16 +319,9 @@ class _Sampled(_Generated):
         description="divisor of the positive logits of tokens of prompt and answer, and factor of "
         "the negative ones; 1 for none",
     )
-    logit_bias: (
-        dict[
-            Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")],
-            Annotated[FiniteFloat, Field(ge=-100, le=100)],
-        ]
-        | None
-    ) = Field(
-        default=None,
+    logit_bias: _Bias | None = optional(
+        "values from -100 to 100 by token id, added to the logits after the penalties",
         max_length=300,
-        description="values from -100 to 100 by token id, added to the logits after the penalties",
     )
 
 

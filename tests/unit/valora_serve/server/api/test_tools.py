@@ -7,6 +7,7 @@ import jsonschema
 import openai
 import pydantic
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from tests.support.http_helpers import chat
 
@@ -95,29 +96,19 @@ ANSWERS = [
 @pytest.mark.parametrize(("script", "more", "content", "calls"), ANSWERS)
 def test_chat_answers_with_text_or_calls(server, client, script, more, content, calls):
     options = {"tools": [WEATHER, STOP], "n": 2, "logprobs": True, **more}
+    streamed = ChatCompletionStreamState()
     with scripted(server, script):
         whole = ask(client, **options)
-        chunks = list(ask(client, **options, stream=True))
+        for chunk in ask(client, **options, stream=True):
+            streamed.handle_chunk(chunk)
     ids = [call.id for one in whole.choices for call in one.message.tool_calls or ()]
     assert len(set(ids)) == 2 * len(calls)
-    for choice in whole.choices:
-        assert of(choice.message) == (content, calls)
-        assert choice.finish_reason == ("tool_calls" if calls else "stop")
-        assert choice.logprobs.content
-        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
-        texts, found, tokens = [], [], []
-        for one in mine:
-            texts.append(one.delta.content or "")
-            tokens += one.logprobs.content if one.logprobs else []
-            for call in one.delta.tool_calls or ():
-                assert call.index == len(found) - (call.id is None)
-                if call.id is not None:
-                    assert call.type == "function"
-                    found.append((call.function.name, ""))
-                found[-1] = (found[-1][0], found[-1][1] + call.function.arguments)
-        assert ("".join(texts) or None, found) == (content, calls)
-        assert tokens == choice.logprobs.content
-        assert mine[-1].finish_reason == choice.finish_reason
+    reason = "tool_calls" if calls else "stop"
+    for one, same in zip(whole.choices, streamed.get_final_completion().choices, strict=True):
+        assert of(one.message) == of(same.message) == (content, calls)
+        assert (one.index, one.finish_reason) == (same.index, same.finish_reason)
+        assert one.finish_reason == reason
+        assert one.logprobs.content and one.logprobs.content == same.logprobs.content
 
 
 @pytest.mark.parametrize(("script", "more", "content", "calls"), ANSWERS[::2])

@@ -13,20 +13,12 @@ from starlette.responses import Response
 
 from valora_serve import types
 from valora_serve.errors import RequestError
-from valora_serve.server.api import common, schema
+from valora_serve.server.api import common, requests, schema
 from valora_serve.server.api.domain_prompt import (
     as_measured,
     check_measured_media,
     media_of,
     text_of,
-)
-from valora_serve.server.api.requests import (
-    Arrival,
-    check_head,
-    grammar_of,
-    numbered,
-    read_messages,
-    sampling,
 )
 from valora_serve.server.api.tools import AnswerReader, Tools, tools_of
 from valora_serve.server.api.vision import bundles_of, looked
@@ -61,8 +53,8 @@ async def _bundle_answer(
     """Answer with JSON: what each domain of a bundle finds in the user's images or video."""
     since, name = time.monotonic(), str(body.model)
     tools_of(body)  # refuses what no chat may have
-    sampling(body, context, max_tokens=None, logprobs=None)
-    refused = {"tools": body.tools, "response_format": grammar_of(body, context),
+    requests.sampling(body, context, max_tokens=None, logprobs=None)
+    refused = {"tools": body.tools, "response_format": requests.grammar_of(body, context),
                "n": (body.n or 1) > 1, "logprobs": body.logprobs, "stream": body.stream,
                "top_logprobs": body.top_logprobs, "valora.adapters": body.valora.adapters,
                "valora.head": not body.valora.head}  # fmt: skip
@@ -104,13 +96,15 @@ async def _bundle_answer(
 
 async def begin(context: ServerContext, http: Request, body: schema.ChatRequest) -> Chat:
     """Check a chat request, read its images, and make the requests to the engine."""
-    arrival = Arrival(context, http, body.valora.deadline)
+    arrival = requests.Arrival(context, http, body.valora.deadline)
     model = await arrival.find(body)
-    grammar, tools = grammar_of(body, context), tools_of(body)
+    grammar, tools = requests.grammar_of(body, context), tools_of(body)
     head = body.valora.head and model.head is not None
     warnings: list[str] = []
     if head:
-        check_head(model, as_json=grammar is not None, calls=tools is not None and not tools.text)
+        requests.check_head(
+            model, as_json=grammar is not None, calls=tools is not None and not tools.text
+        )
         if tools is not None:
             tools = None
             warnings.append(f"{model.name} answers with its {model.head} head: ignored the tools")
@@ -119,7 +113,7 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs goes with logprobs: set logprobs, or leave it out")
     limit = body.max_completion_tokens or body.max_tokens or model.max_tokens
-    params = sampling(
+    params = requests.sampling(
         body, context, max_tokens=limit or context.settings.answer_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )  # fmt: skip
@@ -129,9 +123,9 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
         min_score=body.valora.min_score, sampling=params, store=body.store in (None, True),
     )  # fmt: skip
     # First, as a schema that is refused costs no image.
-    copies = await arrival.constrained(numbered(plain, body.n or 1), grammar)
+    copies = await arrival.constrained(requests.numbered(plain, body.n or 1), grammar)
     told = tools.instruction() if tools else ""
-    turns, images, videos = await arrival.within(read_messages(messages, arrival, told))
+    turns, images, videos = await arrival.within(requests.read_messages(messages, arrival, told))
     frames, sizes = [len(video) for video in videos], [image.size for image in images]
     parts: list[dict[str, Any]] = [{"messages": turns, "images": images, "videos": videos}]
     if head and model.boxes and turns and len(images) > 1 and not videos:
@@ -141,12 +135,12 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
         parts = [{"messages": [turn], "images": [image]} for image in images]
     warnings += said + check_measured_media(model, len(parts[0]["images"]), frames, head=head)
     left, each = arrival.time_left(), len(parts)
-    requests = [
+    asked = [
         replace(copy, id=f"{copy.id}.{number}" if number else copy.id, deadline=left, **part)
         for copy in copies
         for number, part in enumerate(parts)
     ]
-    return Chat(arrival, requests, body, plain.id, tools, each=each, sizes=sizes, warnings=warnings)
+    return Chat(arrival, asked, body, plain.id, tools, each=each, sizes=sizes, warnings=warnings)
 
 
 @dataclass(eq=False)

@@ -17,17 +17,8 @@ from starlette.responses import Response
 from valora_serve import types
 from valora_serve.errors import RequestError, ServeError
 from valora_serve.server.access.guard import Access, allow
-from valora_serve.server.api import common, schema
+from valora_serve.server.api import common, requests, schema
 from valora_serve.server.api.domain_prompt import measured
-from valora_serve.server.api.requests import (
-    Arrival,
-    check_head,
-    check_text,
-    grammar_of,
-    numbered,
-    read_messages,
-    sampling,
-)
 from valora_serve.server.context import ServerContext
 from valora_serve.server.telemetry.logs import new_id
 from valora_serve.tokens import text_and_bytes
@@ -57,21 +48,21 @@ def router(context: ServerContext) -> APIRouter:
 async def _begin(
     context: ServerContext, http: Request, body: schema.CompletionRequest
 ) -> _Completion:
-    arrival = Arrival(context, http, body.valora.deadline)
+    arrival = requests.Arrival(context, http, body.valora.deadline)
     model, count = await arrival.find(body), body.n or 1
     if body.best_of not in (None, count):
         raise RequestError(f"best_of is {body.best_of}: only the value of n, {count}, is served")
-    grammar = grammar_of(body, context)
+    grammar = requests.grammar_of(body, context)
     # A domain's head was measured with another prompt; a classifier reads any text.
     head = model.kind == "adapter" and body.valora.head and model.head is not None
     if head:
-        check_head(model, as_json=grammar is not None, calls=False)
+        requests.check_head(model, as_json=grammar is not None, calls=False)
     limit = body.max_completion_tokens or body.max_tokens or context.settings.answer_tokens
     if body.max_tokens == 0:
         if not body.echo or body.max_completion_tokens:
             raise RequestError("max_tokens is 0: set echo, or ask for at least 1 token")
         limit = 1  # the engine computes it with the prompt; it is left out of the response
-    params = sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
+    params = requests.sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
     prompts = _several(body.prompt, "prompt", context.settings.max_n, context)
@@ -79,7 +70,7 @@ async def _begin(
     plain = [
         one
         for number, prompt in enumerate(prompts)
-        for one in numbered(
+        for one in requests.numbered(
             types.Request(
                 f"{identity}-{number}", **arrival.named, **_as_prompt(prompt), head=head,
                 sampling=params,
@@ -89,12 +80,12 @@ async def _begin(
     ]  # fmt: skip
     made = await arrival.constrained(plain, grammar)
     left = arrival.time_left()
-    requests = [replace(one, deadline=left) for one in made]
+    asked = [replace(one, deadline=left) for one in made]
     warnings = [
         f"{measured(model)}, which text completions lack: its accuracy does not hold, ask "
         "/v1/chat/completions instead"
     ] * (model.kind == "domain" and model.form is None)
-    return _Completion(arrival, requests, body, identity, prompts=len(prompts), warnings=warnings)
+    return _Completion(arrival, asked, body, identity, prompts=len(prompts), warnings=warnings)
 
 
 @dataclass(eq=False)
@@ -197,29 +188,31 @@ def embeddings(context: ServerContext) -> APIRouter:
         summary="Embed texts, or a conversation with images",
     )
     async def embed(request: Request, body: schema.EmbeddingRequest) -> Response:
-        arrival = Arrival(context, request, body.valora.deadline)
+        arrival = requests.Arrival(context, request, body.valora.deadline)
         await arrival.find(body)
         prompts = await arrival.within(_prompts(arrival, body))
         fields = {"embed": True, "deadline": arrival.time_left(), **arrival.named}
         identity = f"embd-{new_id()}"
-        requests = [
+        asked = [
             types.Request(f"{identity}-{number}", **fields, **prompt)
             for number, prompt in enumerate(prompts)
         ]
-        lasts = await arrival.ask_all(requests)
+        lasts = await arrival.ask_all(asked)
         # A thread, as many long vectors take seconds.
         return common.answer(await asyncio.to_thread(_encoded, lasts, arrival.model.name, body))
 
     return routes
 
 
-async def _prompts(arrival: Arrival, body: schema.EmbeddingRequest) -> list[dict[str, Any]]:
+async def _prompts(
+    arrival: requests.Arrival, body: schema.EmbeddingRequest
+) -> list[dict[str, Any]]:
     if (body.input is None) == (body.messages is None):
         raise RequestError("Send input, which are texts or tokens, or messages: one of them")
     if body.messages is None:
         limit = arrival.context.settings.max_waiting
         return list(map(_as_prompt, _several(body.input or [], "input", limit, arrival.context)))
-    turns, images, videos = await read_messages(body.messages, arrival)
+    turns, images, videos = await requests.read_messages(body.messages, arrival)
     if turns is None:
         parts = [{"type": "image"}] * len(images) + [{"type": "video"}] * len(videos)
         turns = [{"role": "user", "content": parts}]
@@ -259,7 +252,7 @@ def _several(given: str | list[Any], name: str, limit: int, context: ServerConte
         raise RequestError(f"{name} is empty, or holds an empty text: send a text, or tokens")
     if len(several) > limit:
         raise RequestError(f"{name} holds {len(several)} texts, more than {limit}: send fewer")
-    check_text(sum(map(len, several)), context)
+    requests.check_text(sum(map(len, several)), context)
     return several
 
 

@@ -20,7 +20,7 @@ from valora_data.contract.files import UnreadableError, read_json
 from valora_data.errors import ValoraError
 from valora_serve import errors
 from valora_serve.server.loading.state_file import KINDS, SavedState, StateFile, check_content
-from valora_serve.server.resolving.base import FETCHED, leads_inside
+from valora_serve.server.resolving.sources import FETCHED, leads_inside
 from valora_serve.server.telemetry import logs
 from valora_serve.types import EngineClient, NewContext, ServedModel
 

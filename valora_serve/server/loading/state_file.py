@@ -17,8 +17,8 @@ from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.files import UnreadableError, first_fault, read_json
 from valora_data.hashing import file_hash
 from valora_serve.errors import AdapterError, SettingsError
-from valora_serve.server.resolving.base import FILES as ADAPTER_FILES
-from valora_serve.server.resolving.base import LABELS
+from valora_serve.server.resolving.sources import FILES as ADAPTER_FILES
+from valora_serve.server.resolving.sources import LABELS
 from valora_serve.server.telemetry import logs
 
 KINDS = ("bundle", "adapter", "context")  # contexts after the adapters that answer

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 from valora_data.contract.files import UnreadableError, read_json
 from valora_data.hashing import file_hash
 from valora_serve import errors
-from valora_serve.server.resolving.base import FETCHED, FILES, Found, Resolver, Stream
+from valora_serve.server.resolving.sources import FETCHED, FILES, Found, Resolver, Stream
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
 

@@ -16,9 +16,8 @@ from concurrent.futures import Future
 
 from valora_serve import errors
 from valora_serve.server.loading.served_set import ServedSet
-from valora_serve.server.resolving.base import CONFIG, WEIGHTS, without_password
 from valora_serve.server.resolving.cache import AdapterCache, Entry
-from valora_serve.server.resolving.sources import make_resolvers
+from valora_serve.server.resolving.sources import CONFIG, WEIGHTS, make_resolvers, without_password
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
@@ -162,10 +161,8 @@ class OnRequest:
             seconds = min(self._settings.adapter_retry_seconds, 1.0 if busy else math.inf)
             # A copy has no traceback, whose frames would keep what was read.
             self._failed[name] = (self._now() + seconds, copy.copy(error))
-            while len(self._failed) > REMEMBERED:
+            if len(self._failed) > REMEMBERED:
                 self._failed.popitem(last=False)
-        finally:
-            self._service.refresh()
         self.results[attempt.source, result] += 1
 
     async def _serve(self, entry: Entry) -> None:

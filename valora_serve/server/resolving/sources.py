@@ -7,22 +7,130 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from valora_data.contract.files import UnreadableError, expanded, open_regular
 from valora_data.registry import Registry
 from valora_data.wording import first_line
-from valora_serve.errors import AdapterError, SettingsError
-from valora_serve.server.resolving import base
-from valora_serve.server.resolving.base import Found, Resolver, Stream
+from valora_serve.errors import AdapterError, SettingsError, pickle_error
 
+Look = Callable[[str], tuple[int | None, object] | None]
+"""Returns the size of a file, and what changes with its content."""
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FILES = (CONFIG, WEIGHTS)  # files of an adapter in PEFT's format
+LABELS = "config.json"
+"""Names a classifier's labels; it may be absent."""
+FETCHED = (*FILES, LABELS)  # files that are fetched
+PICKLE = "adapter_model.bin"
+"""What older versions of PEFT write in place of `WEIGHTS`; it is never opened."""
 _CONNECT_SECONDS = 10.0  # seconds after which a host that does not answer counts as unreachable
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An adapter at its source."""
+
+    version: str  # changes whenever its files do, e.g. a commit, or a hash of their ETags
+    sizes: Mapping[str, int | None]  # bytes of each of `FETCHED` that is there, if known
+
+
+def leads_inside(folder: Path, target: Path, root: Path) -> bool:
+    """Return whether the file `target` of an adapter's folder may be read; paths have no links."""
+    # Files of a Hugging Face cache are links from ``models--…/snapshots/<revision>/`` to
+    # ``models--…/blobs/``, which belong to it, too.
+    blobs = (
+        one.parent / "blobs" for one in (folder, *folder.parents)
+        if one.name == "snapshots" and one.parent.name.startswith("models--")
+    )  # fmt: skip
+    return any(target.is_relative_to(path) for path in (root, *blobs))
+
+
+def without_password(said: object) -> str:
+    """What an error says, without user and password of the URLs in it."""
+    return re.sub(r"(?<=//)[^/@\s]*@", "", str(said))
+
+
+@contextlib.contextmanager
+def denials() -> Iterator[None]:
+    """Context in which a service's refusals are `PermissionError`s, as they are for S3."""
+    try:
+        yield
+    except PermissionError:
+        raise
+    except Exception as error:
+        refused = status_of(error) in (401, 403) or "Credentials" in type(error).__name__
+        if refused or str(error).startswith("Forbidden"):
+            raise PermissionError(without_password(error)) from error
+        raise
+
+
+def status_of(error: BaseException) -> int | None:
+    """The status of HTTP that an error of a client has, as their packages name it."""
+    for name in ("status", "status_code", "code"):
+        status = getattr(error, name, getattr(getattr(error, "response", None), name, None))
+        if isinstance(status, int | str) and str(status).isdecimal():
+            return int(status)
+    return None
+
+
+class Stream(Protocol):
+    """A file that is being read."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to `size` bytes; none at the end."""
+
+
+class Resolver(ABC):
+    """Finds adapters by name at one place; its methods are called in threads.
+
+    They may raise `PermissionError` if the source denies access, any other `OSError` if it cannot
+    be reached, and a `ServeError` that says what else is wrong.
+    """
+
+    remedy = "put it there"  # what whoever asks for an adapter that it does not have may do
+
+    def __init__(self, scheme: str, location: str) -> None:
+        self.scheme, self.location = scheme, location
+
+    @property
+    def url(self) -> str:
+        """The place with its scheme."""
+        return f"{self.scheme}://{self.location}"
+
+    @abstractmethod
+    def find(self, name: str) -> Found | None:
+        """Look an adapter up without reading it; None if the place has none of this name.
+
+        Names have letters, digits, ``.``, ``_``, ``-`` and slashes; no part begins with a dot.
+        """
+
+    def _found(self, name: str, look: Look) -> Found | None:
+        """Make what `find` returns; `look` says what a file is, None if it is absent."""
+        known = {}
+        for file in FETCHED:
+            if (one := look(file)) is not None:
+                known[file] = one
+            elif file in FILES:
+                if file == WEIGHTS and look(PICKLE) is not None:
+                    raise pickle_error(name, PICKLE)
+                return None
+        facts = [fact for _, fact in known.values()]
+        version = hashlib.sha256(repr(facts).encode()).hexdigest()
+        return Found(version, {file: size for file, (size, _) in known.items()})
+
+    @abstractmethod
+    def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
+        """Open one of `FETCHED` of an adapter that was found."""
+
+
 _ANY = "fsspec"
 RESOLVERS: Registry[Callable[[str, str], Resolver]] = Registry(
     "valora.resolvers",
@@ -89,7 +197,7 @@ class FolderResolver(Resolver):
             if error.errno != errno.ELOOP:
                 raise
             raise AdapterError(f"{said} to itself: copy the file") from error
-        if not base.leads_inside(root / name, path, root):
+        if not leads_inside(root / name, path, root):
             raise AdapterError(f"{said} out of its source: copy the file")
         return path
 
@@ -115,7 +223,7 @@ class HubResolver(Resolver):
     def find(self, name: str) -> Found | None:
         from huggingface_hub import HfApi, errors
 
-        with base.denials():
+        with denials():
             try:
                 info = HfApi().model_info(
                     self._repository(name), files_metadata=True, timeout=_CONNECT_SECONDS
@@ -137,7 +245,7 @@ class HubResolver(Resolver):
         sent = utils.build_hf_headers()  # type: ignore[attr-defined]
         headers, session = {**sent, "accept-encoding": "identity"}, get_session()
         with (
-            base.denials(),
+            denials(),
             session.stream("GET", url, headers=headers, timeout=_CONNECT_SECONDS) as one,
         ):
             utils.hf_raise_for_status(one)  # type: ignore[attr-defined]
@@ -180,7 +288,7 @@ class FsspecResolver(Resolver):
         except Exception as error:
             raise SettingsError(
                 f"adapter_sources: {scheme}:// cannot be opened ({type(error).__name__}: "
-                f"{base.without_password(first_line(error))}): install the package of this file "
+                f"{without_password(first_line(error))}): install the package of this file "
                 "system, start its host, or correct its address or user"
             ) from error
 
@@ -197,14 +305,14 @@ class FsspecResolver(Resolver):
 
         def look(file: str) -> tuple[int | None, object] | None:
             try:
-                with base.denials():
+                with denials():
                     try:
                         info = files.info(f"{root}/{name}/{file}")
                     except FileNotFoundError as error:
                         self._check_absent(error)
                         return None
             except PermissionError:
-                if file in base.FILES:
+                if file in FILES:
                     raise
                 return None  # S3 denies access to what is absent where listing is not allowed
             size = info.get("size")
@@ -217,7 +325,7 @@ class FsspecResolver(Resolver):
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
         # In pieces a file is asked for with ranges, which not all servers of HTTP have.
         whole = {"block_size": 0} if self.scheme in ("http", "https") else {}
-        with base.denials():
+        with denials():
             files, root = self._opened()
             opened = files.open(f"{root}/{name}/{file}", "rb", cache_type="readahead", **whole)
         with opened:
@@ -228,6 +336,6 @@ class FsspecResolver(Resolver):
         cause = error.__cause__
         if cause is None or isinstance(cause, FileNotFoundError):
             return
-        status = base.status_of(cause)
+        status = status_of(cause)
         if status not in (None, 404, 410) or (status is None and self.scheme in ("http", "https")):
             raise cause

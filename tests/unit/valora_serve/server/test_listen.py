@@ -14,6 +14,7 @@ import pytest
 from tests.support.http_helpers import serving
 from valora_serve.errors import SettingsError
 from valora_serve.server.listen import bind, check_certificate
+from valora_serve.server.loading.state_file import own_state
 from valora_serve.server.settings import ServerSettings
 
 
@@ -111,16 +112,30 @@ def test_certificates(tmp_path):
             check(cert, key)
 
 
-def test_the_command_says_so_before_it_loads_anything(monkeypatch, early_error, tmp_path):
+def test_the_command_says_what_is_wrong_before_it_loads_anything(
+    monkeypatch, early_error, tmp_path
+):
     monkeypatch.chdir(tmp_path)
-    with socket.socket() as other:
+    (tmp_path / "store").mkdir()
+    (tmp_path / "file").touch()
+    asks = ["--port", "0", "--adapter-sources", "store", "--adapter-allow", "*", "--adapter-cache",
+            "file"]  # fmt: skip
+    loads = ["--port", "0", "--api-key", "x" * 20, "--allow-runtime-loading", "--adapter-folder",
+             "store", "--state-file", "served.json"]  # fmt: skip
+    with socket.socket() as other, own_state(tmp_path / "served.json"):
         other.bind(("127.0.0.1", 0))
         other.listen()
-        port = other.getsockname()[1]
-        said = early_error("--port", str(port))
-        assert f"error: host 127.0.0.1, port {port}: Address already in use" in said
-    said = early_error("--tls-cert", "no.pem", "--tls-key", "no.key")
-    assert "error: tls_cert no.pem and tls_key no.key are no certificate" in said
+        port = str(other.getsockname()[1])
+        for said, given in (
+            (f"host 127.0.0.1, port {port}: Address already in use", ["--port", port]),
+            ("tls_cert no.pem and tls_key no.key are no certificate",
+             ["--tls-cert", "no.pem", "--tls-key", "no.key"]),
+            ("adapter_cache file cannot be used (File exists)", asks),
+            ("state file served.json is in use by another server", loads),
+        ):  # fmt: skip
+            assert f"error: {said}" in early_error(*given)
+    (tmp_path / "served.json").write_text('{"version": 1, "ada')
+    assert "state file served.json cannot be used, as it is no JSON" in early_error(*loads)
 
 
 @pytest.fixture

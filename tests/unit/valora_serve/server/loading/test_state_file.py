@@ -37,21 +37,6 @@ def test_a_file_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monkeypat
         pass
 
 
-def test_the_command_says_so_before_it_loads_a_model(tmp_path, early_error):
-    (tmp_path / "store").mkdir()
-    state = tmp_path / "served.json"
-    given = [
-        "--port", "0", "--api-key", "x" * 20, "--allow-runtime-loading", "--adapter-folder",
-        str(tmp_path / "store"), "--state-file", str(state),
-    ]  # fmt: skip
-    with own_state(state):
-        error = early_error(*given)
-        assert error.startswith(f"error: state file {state} is in use by another server")
-        assert error.count("\n") == 1
-    state.write_text('{"version": 1, "ada')
-    assert f"error: state file {state} cannot be used, as it is no JSON" in early_error(*given)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.disk_faults import failing
 from valora_serve.errors import AdapterError, OverloadedError, SourceError, StorageError
-from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
 from valora_serve.server.resolving.cache import AdapterCache
+from valora_serve.server.resolving.sources import CONFIG, FILES, WEIGHTS, Found, Resolver
 from valora_serve.server.settings import ServerSettings
 
 

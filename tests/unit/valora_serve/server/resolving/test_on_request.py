@@ -17,8 +17,8 @@ from tests.support.http_helpers import ADMIN, adapter, refused, serving, until
 from valora_data.contract.files import UnreadableError
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving import sources
-from valora_serve.server.resolving.base import CONFIG, FILES, WEIGHTS, Found, Resolver
 from valora_serve.server.resolving.on_request import OnRequest
+from valora_serve.server.resolving.sources import CONFIG, FILES, WEIGHTS, Found, Resolver
 from valora_serve.server.settings import ServerSettings
 from valora_serve.types import ServedModel
 
@@ -431,11 +431,7 @@ def test_sources_that_cannot_be_used(place, wrong, words):
         OnRequest(None, None, ServerSettings(**settings(place, **wrong)))
 
 
-def test_the_cache_is_looked_at_before_a_model_is_loaded_and_is_one_server_s(place, early_error):
-    (place / "file").touch()
-    given = ["--port", "0", "--adapter-sources", str(place / "store"), "--adapter-allow", "*"]
-    error = early_error(*given, "--adapter-cache", str(place / "file"))
-    assert error.startswith(f"error: adapter_cache {place / 'file'} cannot be used (File exists)")
+def test_a_cache_is_one_server_s(place):
     chosen = ServerSettings(**settings(place))
     first = OnRequest(None, None, chosen)
     with pytest.raises(SettingsError, match="in use by another server"):

@@ -20,9 +20,16 @@ from huggingface_hub.hf_api import HfApi
 from tests.support.http_helpers import adapter, refused, serving
 from tests.unit.valora_serve.server.resolving.test_on_request import ask, cards, settings
 from valora_serve.errors import AdapterError, SettingsError
-from valora_serve.server.resolving.base import CONFIG, FILES, LABELS, PICKLE, WEIGHTS
 from valora_serve.server.resolving.cache import AdapterCache
-from valora_serve.server.resolving.sources import FsspecResolver, HubResolver
+from valora_serve.server.resolving.sources import (
+    CONFIG,
+    FILES,
+    LABELS,
+    PICKLE,
+    WEIGHTS,
+    FsspecResolver,
+    HubResolver,
+)
 from valora_serve.server.settings import ServerSettings
 
 LARGE = 6 << 20

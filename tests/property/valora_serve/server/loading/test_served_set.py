@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from hypothesis import settings
@@ -140,56 +141,40 @@ class Serving(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), folder=st.sampled_from(ADAPTERS), replace=st.booleans(),
           at=faults)  # fmt: skip
     def load_adapter(self, name, folder, replace, at):
-        self.attempt(
-            lambda: self.served.load_adapter(name, folder, replace=replace),
-            self.is_free(name, self.adapters, replace),
-            lambda: (
-                self.adapters.update({name: self.place / "adapters" / folder}),
-                self.kept.add(name),
-            ),
-            at,
-        )
+        def done():
+            self.adapters[name] = self.place / "adapters" / folder
+            self.kept.add(name)
+
+        load = partial(self.served.load_adapter, name, folder, replace=replace)
+        self.attempt(load, self.is_free(name, self.adapters, replace), done, at)
         self.gave_way({name})
 
     @rule(name=st.sampled_from(NAMES), at=faults)
     def unload_adapter(self, name, at):
-        self.attempt(
-            lambda: self.served.unload("adapter", name),
-            name in {*self.adapters, *self.found},
-            lambda: self.adapters.pop(name, None),
-            at,
-        )
+        known = name in {*self.adapters, *self.found}
+        unload = partial(self.served.unload, "adapter", name)
+        self.attempt(unload, known, lambda: self.adapters.pop(name, None), at)
         self.gave_way({name})
 
     @rule(name=st.sampled_from(NAMES), replace=st.booleans(), at=faults)
     def make_context(self, name, replace, at):
-        self.attempt(
-            lambda: self.served.make_context(NewContext(name, "No dogs."), replace=replace),
-            self.is_free(name, self.contexts, replace),
-            lambda: (self.contexts.add(name), self.kept.add(name)),
-            at,
-        )
+        make = partial(self.served.make_context, NewContext(name, "No dogs."), replace=replace)
+        done = lambda: (self.contexts.add(name), self.kept.add(name))  # noqa: E731
+        self.attempt(make, self.is_free(name, self.contexts, replace), done, at)
         self.gave_way({name})
 
     @rule(name=st.sampled_from(NAMES), at=faults)
     def forget_context(self, name, at):
-        self.attempt(
-            lambda: self.served.forget_context(name),
-            name in self.contexts,
-            lambda: self.contexts.remove(name),
-            at,
-        )
+        forget = partial(self.served.forget_context, name)
+        self.attempt(forget, name in self.contexts, lambda: self.contexts.remove(name), at)
 
     @rule(name=st.sampled_from(list(FOLDERS)), at=faults)
     def load_bundle(self, name, at):
         bundle, domains = FOLDERS[name]
         others = {d for key, (_, ds) in self.bundles.items() if key != bundle for d in ds}
-        self.attempt(
-            lambda: self.served.load_bundle(name),
-            not {*others, *self.adapters, *self.contexts} & set(domains),
-            lambda: self.note(bundle, name, domains),
-            at,
-        )
+        free = not {*others, *self.adapters, *self.contexts} & set(domains)
+        load = partial(self.served.load_bundle, name)
+        self.attempt(load, free, lambda: self.note(bundle, name, domains), at)
         self.gave_way({*domains, f"{bundle}/7"})
 
     def gave_way(self, names):
@@ -201,12 +186,8 @@ class Serving(RuleBasedStateMachine):
     @rule(name=st.sampled_from(["cars", "vans", "boats", "cars@1"]), at=faults)
     def unload_bundle(self, name, at):
         short = name.partition("@")[0]
-        self.attempt(
-            lambda: self.served.unload_bundle(name),
-            short in self.bundles,
-            lambda: self.bundles.pop(short),
-            at,
-        )
+        unload = partial(self.served.unload_bundle, name)
+        self.attempt(unload, short in self.bundles, lambda: self.bundles.pop(short), at)
 
     @rule()
     def restart(self):

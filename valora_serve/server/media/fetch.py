@@ -12,13 +12,12 @@ import ipaddress
 import os
 import re
 import socket
-import string
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, unquote_to_bytes, urlsplit
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 import httpcore
 import httpx
@@ -158,7 +157,7 @@ class Fetcher:
             if response.status in _REDIRECT:
                 for name, value in response.headers:
                     if name.lower() == b"location":
-                        return _text(value)
+                        return value.decode(errors="replace")
                 raise ImageError(f"The {what}'s host redirects without saying where")
             if response.status != 200:
                 raise ImageError(f"The {what}'s host answered with status {response.status}")
@@ -170,12 +169,11 @@ class Fetcher:
             return bytes(content)
 
 
-class _CheckedNetwork(httpcore.AsyncNetworkBackend):
+class _CheckedNetwork(httpcore.AnyIOBackend):
     """Connects to the address that was checked, which has to be public."""
 
     def __init__(self, private: bool) -> None:
         self._private = private
-        self._backend = httpcore.AnyIOBackend()
 
     async def connect_tcp(
         self, host: str, port: int, *more: Any, **options: Any
@@ -188,7 +186,7 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
                 f"{host} has a private address, which this server does not fetch from: send the "
                 "data itself"
             )
-        return await self._backend.connect_tcp(addresses[0], port, *more, **options)
+        return await super().connect_tcp(addresses[0], port, *more, **options)
 
 
 def is_public(address: str) -> bool:
@@ -245,14 +243,6 @@ def _from_folder(folder: Path | None, url: str, max_bytes: int, what: str) -> by
 def too_large(what: str, max_bytes: int) -> ImageError:
     """Error about content of more than `max_bytes` bytes."""
     return ImageError(f"The {what} is larger than {max_bytes} bytes: send a smaller one")
-
-
-def _text(location: bytes) -> str:
-    """A Location header, which should be ASCII; others' bytes are those of the target's path."""
-    try:
-        return location.decode()
-    except UnicodeDecodeError:
-        return quote(location, safe=string.printable)
 
 
 def _named_host(name: str) -> str:

@@ -133,7 +133,7 @@ URLS = [
     ("{}/\u200ba.png", "/%E2%80%8Ba.png"),
 ]  # fmt: skip
 REDIRECTS = [
-    ("/ä a.png", "/%C3%A4%20a.png"), (b"/\xe4a.png", "/%E4a.png"), ("../a.png", "/a.png"),
+    ("/ä a.png", "/%C3%A4%20a.png"), ("../a.png", "/a.png"),
     ("http:///a.png", "/a.png"), ("/a.png", "/a.png"), ("{}/a.png", "/a.png"),
 ]  # fmt: skip
 
@@ -143,7 +143,7 @@ REDIRECTS = [
 )
 def test_what_urls_and_redirects_ask_for(site, url, asked, way):
     Site.seen.clear()
-    url = url if isinstance(url, bytes) else url.format(site)
+    url = url.format(site)
     assert read(redirect(site, url) if way else url, **OPEN).size == (40, 20)
     assert Site.seen[way][0] == asked
 
@@ -206,7 +206,7 @@ def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch):
         ("http://evil.example/a.png", "may not fetch"), ("file:///etc/passwd", "http"),
         ("gopher://localhost/", "http"), ("http://user:secret@localhost/", "user"),
         ("//evil.example/", "may not fetch"), ("http://ä.example/", "may not fetch"),
-        (b"http://\xff\xfe.example/", "may not fetch"), ("data:image/png;base64,AAAA", "http"),
+        (b"http://\xff\xfe.example/", "not valid"), ("data:image/png;base64,AAAA", "http"),
         ("/" + "a" * 70_000, "too long"), ("http://localhost:99999/a.png", "port"),
         ("http://localhost:-1/a.png", "port"), ("http://[bad", "may not fetch"),
     ],

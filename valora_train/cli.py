@@ -77,8 +77,8 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     for key, value in QUIET.items():
         os.environ.setdefault(key, value)
-    # Threads that spin while one waits for a busy core take it longer: 0.8 s in place of 0.09.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Threads that spin for long while one waits for a busy core keep it busy: 0.8 s for 0.1.
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     _end_on_signals()
     given = sys.argv
     try:

@@ -101,11 +101,11 @@ def _apart(
         first = tiles_to_launch(batch.tiles(choice.rows), batch, x) > 0
         if first:
             launch_fitting(choice, ys, x, weights, batch, first=True)
-    one_base, one_y = _as_one(bases, 0), _as_one(ys, 1)
-    if plain and one_base is not None and one_y is not None:
-        ys_, bases, biases = [one_y], [one_base], [None]
-    else:
-        ys_ = list(ys)
+    one_base, one_y, ys_ = _as_one(bases, 0), _as_one(ys, 1), list(ys)
+    some = [bias for bias in biases if bias is not None]
+    one_bias = _as_one(some, 0) if len(some) == len(ys) else None
+    if one_base is not None and one_y is not None and (plain or one_bias is not None):
+        ys_, bases, biases = [one_y], [one_base], [one_bias]
     for y, base, bias in zip(ys_, bases, biases, strict=True):
         if bias is not None:
             torch.addmm(bias, x, base.T, out=y)

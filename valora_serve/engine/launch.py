@@ -22,8 +22,8 @@ def launch(module: str, count: int) -> tuple[subprocess.Popen[bytes], list[Conne
         [sys.executable, "-m", module, *map(str, numbers)],
         pass_fds=numbers, start_new_session=True, stdin=subprocess.DEVNULL,
         stdout=2,  # standard output is that of this process
-        # Threads that spin while one waits for a busy core make it wait longer.
-        env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | {
+        # Threads that spin for long while one waits for a busy core keep it busy.
+        env={"GOMP_SPINCOUNT": "3000"} | os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "PYTHONSAFEPATH": "1",  # -m would put the working directory first
         },

@@ -51,15 +51,13 @@ def main():
 
 
 def sets(folder):
-    """Settings that fuse all data sets of a folder into one adapter; some have no splits yet."""
+    """Settings that fuse all data sets of a folder into one adapter."""
     given = ["fusion=joint", "fusion.head_only=false", "fusion.unreachable=keep"]
     for file in sorted(folder.resolve().glob("*/data.yaml")):
         names, domain = yaml.safe_load(file.read_text())["names"], f"domains.{file.parent.name}"
         labels = list(names.values()) if isinstance(names, dict) else names
         given += [f"+domain@{domain}=yolo", f"{domain}.name={file.parent.name}"]
         given += [f"{domain}.labels=[{','.join(labels)}]", f"{domain}.source.path={file}"]
-        fractions = "train: 0.65, unlabelled: 0, val: 0.15, test: 0.2"
-        given.append(f"{domain}.source.fractions={{{fractions}}}")
     return given
 
 

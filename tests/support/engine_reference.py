@@ -32,7 +32,6 @@ from valora_serve.types import Output, PromptLogprobs, Request, SamplingParams, 
 
 
 def noise(width, height, seed):
-    """Return an image of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
@@ -61,13 +60,10 @@ def load_processor(source):
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected answer of a request."""
-
     tokens: list[int]  # including the stop token if there is one
     logits: torch.Tensor  # [tokens, vocabulary] float32, that each token was chosen from
 
     def logprobs(self):
-        """Return [tokens, vocabulary] log probabilities."""
         return self.logits.log_softmax(-1)
 
 
@@ -97,7 +93,6 @@ class Reference:
         self._known = {}
 
     def __call__(self, request):
-        """Answer a request greedily, alone in its batch."""
         key = key_of(request)
         if key not in self._known:
             self._known[key] = self._answer(request)
@@ -258,7 +253,6 @@ def run(engine, requests, *, together=None):
 
 
 def tokens(found):
-    """The tokens of the answers that `run` returns, by id."""
     return {name: got.tokens for name, got in found.items()}
 
 
@@ -270,13 +264,11 @@ def question(name, model=None, *, tokens=6, **more):
 
 
 def add_requests(engine, *requests):
-    """Prepare requests and add them to an engine."""
     for request in requests:
         engine.add(engine.prepare(request))
 
 
 def check_answers(found, reference, *requests):
-    """Check that requests got the expected answers."""
     for request in requests:
         assert found[request.id].error is None
         assert found[request.id].tokens == reference(request).tokens
@@ -298,7 +290,6 @@ def assert_empty(engine):
 
 
 async def until(done):
-    """Wait until something has come about."""
     for _ in range(2000):
         if done():
             return

@@ -27,7 +27,6 @@ BUILT_IN = {model.name for model in FakeEngine().models()}
 def report(
     name, url="http://127.0.0.1:9", state=None, problem=None, adapters=(), taken=(), load=0, **stats
 ):
-    """A report of a replica."""
     followed, own = (state or SavedState()).revision, (dict(adapters), dict(taken), load)
     return Report(name, url, "its secret", True, followed, problem, EngineStats(**stats), *own)
 
@@ -44,7 +43,6 @@ class Ref:
         return self.value
 
     def get(self):
-        """As `ray.get`."""
         if inspect.isawaitable(self.value):
             return asyncio.run_coroutine_threadsafe(self.value, self._loop).result(60)
         return self.value
@@ -90,7 +88,6 @@ class Running(EngineReplica):
         """`stop` has done it."""
 
     async def stop(self):
-        """Die."""
         self._reporting.cancel()
         self._server.should_exit = True
         await self._serving
@@ -113,7 +110,6 @@ class Running(EngineReplica):
 
 @contextlib.asynccontextmanager
 async def running(place, *names):
-    """Replicas that have joined a board."""
     board = Board(str(place / "state.json"))
     made = [Running(name, place, board) for name in names]
     for one in made:

@@ -69,7 +69,7 @@ def test_documents_answer_as_in_the_prompt(lmm, attention, policy):
     for target in (engine.store.resolve("adapter-0"),):
         late = replace(target.model, name="late", adapter="late", decode_only=True)
         staged = Staged(None, (ResolvedModel(late, target.adapter),), {}, Path("late"))
-        engine.registry.register(staged, {})
+        engine.registry.register(staged, {}, {}, {})
     if attention == "flashinfer":
         engine.warm_up()
     random = np.random.default_rng(0)

@@ -17,7 +17,6 @@ from tests.support.engine_reference import (
     question,
     run,
 )
-from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, make_adapters
 from valora_kernels.operators import OPERATORS
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import RequestError
@@ -25,21 +24,8 @@ from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.types import Mode
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def adapters(base, tmp_path_factory):
-    """Neighbours differ in rank, scaling and targets."""
-    return make_adapters(
-        tmp_path_factory.mktemp("adapters"), base, 0.25,
-        a=(0, 8, 16, LANGUAGE), b=(1, 3, 7, MLP), c=(2, 6, 13, EVERYTHING),
-    )  # fmt: skip
-
-
 OTHERS = sorted(set(OPERATORS) - {"atmm"})
-
-
-REQUESTS = mixed([None, "a", "b", "c", "a", "a", None, "c", "a", "a"], tokens=5)
+REQUESTS = mixed([None, "attention", "mlp", "everything", "attention"] * 2, tokens=5)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +85,10 @@ def test_adapters_in_pages_of_their_own(base, adapters, reference):
 
 def test_pages_that_hold_no_adapter(base, adapters):
     engine = make_engine(base, adapters, pages=64, block_size=4, adapter_share=0.01)
-    prepared = engine.prepare(question("x", "c"))
-    with pytest.raises(RequestError, match=r"adapter c needs .* pages, 1 are kept.*adapter_share"):
+    prepared = engine.prepare(question("x", "everything"))
+    with pytest.raises(
+        RequestError, match=r"adapter everything needs .* pages, 1 are kept.*adapter_share"
+    ):
         engine.add(prepared)
 
 

@@ -20,7 +20,6 @@ PROMPT = "what color is the star?"
 
 
 def snippet(page, word):
-    """The Python block of a page that holds a word."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return next(b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if word in b)
 

@@ -21,7 +21,6 @@ from tests.support.engine_reference import (
     relative,
     run,
 )
-from tests.support.serve_helpers import EVERYTHING, LANGUAGE, MLP, PROJECTOR, VISION, make_adapters
 from valora_serve.engine.engine import Engine
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.types import Finish, Mode, Request, SamplingParams
@@ -32,28 +31,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TOLERANCE = 1e-5
 # Largest mean error in bf16, in units of PEFT's and transformers' own; measured 0.8 to 1.05.
 ROUNDING = 1.25
-
-
-def neighbours(base, folder, everything=6):
-    """Adapters of which neighbours differ in rank, scaling and targets."""
-    return make_adapters(
-        folder, base, 0.25,
-        attention=(1, 8, 16, LANGUAGE),
-        mlp=(2, 3, 7, MLP, ("use_rslora", True)),
-        patterns=(
-            3, 4, 6, f"{LANGUAGE}|{MLP}",
-            ("rank_pattern", {"q_proj": 7, r"layers\.1\.mlp\.up_proj": 2}),
-            ("alpha_pattern", {"v_proj": 11}),
-        ),
-        tower=(4, 5, 9, VISION),
-        projector=(5, 2, 5, PROJECTOR),
-        everything=(6, everything, 13, EVERYTHING),
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def adapters(base, tmp_path_factory):
-    return neighbours(base, tmp_path_factory.mktemp("adapters"))
 
 
 def mixed(names, *, tokens=8):

@@ -91,7 +91,6 @@ def assert_same(found, wanted):
 
 
 def question_of(spec, image):
-    """What a request for a domain asks the model."""
     turn = [{"type": "text", "text": spec.prompt}, {"type": "image"}]
     return Request("", spec.adapter, messages=[{"role": "user", "content": turn}], images=[image],
                    sampling=SamplingParams(max_tokens=256))  # fmt: skip
@@ -116,7 +115,6 @@ def trained(detection):
 
 
 def detections():
-    """Pictures of all domains, in turn."""
     return {
         (name, n): Request(f"{name}-{n}", name, images=[picture(n)], min_score=LEAST)
         for n in range(4)

@@ -15,17 +15,10 @@ from tests.support.engine_reference import (
     question,
     run,
 )
-from tests.support.serve_helpers import LANGUAGE, make_adapters
 from valora_serve.errors import RequestError
 from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def adapters(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("adapters")
-    return make_adapters(folder, base, 0.25, one=(1, 4, 9, LANGUAGE), two=(2, 7, 5, LANGUAGE))
 
 
 def generated(reference, request, **options):
@@ -42,18 +35,18 @@ def generated(reference, request, **options):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_penalties_and_bias_beside_plain_requests(base, adapters, reference, overlap):
     engine = make_engine(base, adapters, overlap=overlap, chunk=7)
-    plain = [question("plain", "one", tokens=14), question("other", "two", tokens=9)]
+    plain = [question("plain", "attention", tokens=14), question("other", "patterns", tokens=9)]
     bias = {reference(plain[0]).tokens[1]: -100.0, 77: 3.0, 78: 3.5}
 
     def asked(name, model, **options):
         params = SamplingParams(max_tokens=14, ignore_eos=True, **options)
         return replace(question(name, model), sampling=params)
 
-    repeating = asked("repeating", "one", repetition_penalty=1.7)
-    encouraged = asked("encouraged", "two", repetition_penalty=0.6)
-    biased = replace(asked("biased", "one", logit_bias=tuple(bias.items())),
+    repeating = asked("repeating", "attention", repetition_penalty=1.7)
+    encouraged = asked("encouraged", "patterns", repetition_penalty=0.6)
+    biased = replace(asked("biased", "attention", logit_bias=tuple(bias.items())),
                      token_ids=plain[0].token_ids)  # fmt: skip
-    presence = asked("presence", "two", presence_penalty=2.0, frequency_penalty=2.0)
+    presence = asked("presence", "patterns", presence_penalty=2.0, frequency_penalty=2.0)
     found = run(engine, [*plain, repeating, encouraged, biased, presence], together=4)
     check_answers(found, reference, *plain)
     assert found["repeating"].tokens == generated(reference, repeating, repetition_penalty=1.7)
@@ -77,7 +70,7 @@ def test_penalties_and_bias_beside_plain_requests(base, adapters, reference, ove
 
 def test_penalties_hold_after_a_preemption(base, adapters, reference):
     engine = make_engine(base, adapters, overlap=True)
-    one = question("one", "one", tokens=12)
+    one = question("one", "attention", tokens=12)
     one = replace(one, sampling=replace(one.sampling, repetition_penalty=1.7))
     add_requests(engine, one)
     found = {}
@@ -118,12 +111,12 @@ def prompts_of(engine, requests):
 def test_prompt_logprobs(base, adapters, reference, chunk, overlap, monkeypatch):
     monkeypatch.setattr("valora_serve.model.runner.SCORED_ROWS", 4)
     engine = make_engine(base, adapters, chunk=chunk, overlap=overlap, block_size=4)
-    plain = [question("plain", "one"), question("other", "two")]
+    plain = [question("plain", "attention"), question("other", "patterns")]
     wanted = {"a": 0, "b": 3, "c": 5}
     requests = [
         replace(question("plain", model), id=name, sampling=SamplingParams(
             max_tokens=3, prompt_logprobs=wanted[name], ignore_eos=True, logprobs=1))
-        for name, model in (("a", "one"), ("b", "two"), ("c", "one"))
+        for name, model in (("a", "attention"), ("b", "patterns"), ("c", "attention"))
     ]  # fmt: skip
     run(engine, plain)  # their pages are in the prefix cache
     found = prompts_of(engine, [requests[0], plain[0], *requests[1:]])
@@ -145,8 +138,8 @@ def test_prompt_logprobs(base, adapters, reference, chunk, overlap, monkeypatch)
 def test_prompt_logprobs_after_a_preemption(base, adapters, reference):
     engine = make_engine(base, adapters, chunk=5, overlap=True)
     params = SamplingParams(max_tokens=4, prompt_logprobs=1, ignore_eos=True)
-    one = replace(question("one", "one"), sampling=params)
-    late = replace(question("late", "two"), sampling=params)
+    one = replace(question("one", "attention"), sampling=params)
+    late = replace(question("late", "patterns"), sampling=params)
     whole = prompts_of(engine, [one, late])
     for steps in (1, 2, 4):  # in the middle of the prompt, and of the answer
         add_requests(engine, one, late)

@@ -6,11 +6,13 @@ Each is finite as a file. What they compute is not: for every input, or for some
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.parity.valora_serve.engine.test_engine import Forced
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     add_requests,
@@ -55,7 +57,6 @@ Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 def rewritten(folder, change):
-    """Change the tensors of an adapter."""
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({name: change(name, one.clone()).contiguous() for name, one in tensors.items()}, file)
@@ -99,7 +100,6 @@ def adapters(base, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def harmful(base, tmp_path_factory):
-    """Adapters that can be loaded."""
     changes = {
         "loud": (larger(1e6), (21, 4, 8, f"{LANGUAGE}|{MLP}")),
         "row": (one_row, (22, 4, 8, LANGUAGE)),
@@ -181,29 +181,18 @@ def test_some_inputs_overflow_and_others_do_not(base, harmful):
     assert 0 < sum(got.error is not None for got in run(engine, asked).values()) < 40
 
 
-class Beside:
-    """Merges one adapter at a time and leaves the batch to a policy: mixture for everybody else."""
-
-    def __init__(self, engine):
-        self._inner, self._engine, self.turn = engine.policy, engine, 0
-
-    def decide(self, view):
-        self.turn += 1
-        names = sorted(view.resident)
-        decision = self._inner.decide(view)
-        if not names or not decision.batch:
-            return decision
-        return replace(decision, mode=Mode.MIXTURE, merged=names[self.turn // 3 % len(names)])
-
-    def finished(self, request_id):
-        self._inner.finished(request_id)
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_policy_that_insists_on_merging_them(base, adapters, harmful, reference, overlap):
     """The engine does not merge what must not be merged, whatever it is told."""
     engine = make_engine(base, adapters | harmful, policy="valora", overlap=overlap, pages=1024)
-    engine.policy = Beside(engine)
+    turn = count()
+
+    def choose(view):  # one adapter at a time
+        names = sorted(view.resident)
+        merged = names[next(turn) // 3 % len(names)] if names else None
+        return (Mode.MIXTURE, merged) if names else (Mode.UNMERGED, None)
+
+    engine.policy = Forced(choose, engine)
     check_crowd(engine, harmful, reference)
     assert engine.stats().switches > 5
 

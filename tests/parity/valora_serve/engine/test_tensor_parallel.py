@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from tests.parity.valora_serve.engine.conftest import neighbours
 from tests.parity.valora_serve.engine.test_engine import (
     EVERYBODY,
     Forced,
     merged,
     mixed,
     mixture,
-    neighbours,
     unmerged,
 )
 from tests.support.context_bundles import ContextSpec, make_context_bundle
@@ -67,7 +67,6 @@ def bundle(base, folder):
     scope="module", params=[pytest.param("slora", marks=pytest.mark.slow), "replicate_a"]
 )
 def pair(request, base, adapters, tmp_path_factory):
-    """One process, and two, with the same adapters and heads."""
     folder = bundle(base, tmp_path_factory.mktemp("bundles"))
     one = make_engine(base, adapters)
     # Among the slow tests there is a server to fork from.
@@ -90,7 +89,6 @@ def requests():
 
 
 def values(got):
-    """Log probabilities of the likeliest tokens at each step."""
     return np.array([[top.logprob for top in token.top] for token in got.logprobs], np.float32)
 
 

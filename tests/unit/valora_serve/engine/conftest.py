@@ -28,7 +28,6 @@ def reference(base, adapters):
 
 @pytest.fixture(scope="package")
 def scene(base, tmp_path_factory):
-    """A bundle with one domain, which has a head."""
     spec = {"scene": DomainSpec("adapter-1", "classification", ["x", "y", "z"])}
     folder = tmp_path_factory.mktemp("bundle") / "scene"
     return make_bundle(folder, base, domains=spec, adapters={"adapter-1": {}})

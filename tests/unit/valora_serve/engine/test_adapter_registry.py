@@ -28,7 +28,6 @@ from valora_serve.types import Mode
 
 
 def rewrite(folder, change):
-    """Change the tensors of an adapter."""
     file = folder / "adapter_model.safetensors"
     save_file({name: change(name, tensor) for name, tensor in load_file(file).items()}, file)
     return folder
@@ -130,7 +129,6 @@ def test_no_memory_for_the_copy_that_merging_needs(base, adapters, reference, mo
 
 
 def digest(engine):
-    """Hash of the base weights that the model reads."""
     found = hashlib.sha256()
     for group in engine.lmm.linears.groups.values():
         for weight in group.weights:

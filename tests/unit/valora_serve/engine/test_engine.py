@@ -271,7 +271,6 @@ def test_fewer_places_than_adapters(base, adapters, reference, policy, slots):
 
 
 def about(name, *images, **more):
-    """A request about images."""
     asked = {"token_ids": None, "messages": ask("Look", images=len(images)), "images": images}
     return replace(question(name), **asked | more)
 

@@ -106,7 +106,6 @@ def test_what_a_step_misses_is_prepared_without_slowing_requests_down(monkeypatc
 
 
 def graphs(engine):
-    """Captured graphs by what they are for."""
     return {
         Preparation(kind, size, terms): graph
         for kind, held in engine.runner._graphs.items()
@@ -304,7 +303,6 @@ def clock(calls, **_):
 
 @pytest.fixture
 def tunable(base, adapters, tmp_path):
-    """Makes an engine that measures as it would on a GPU, and writes into a file."""
     best = Tiling("shrink_expand", outputs=32)
     like = TilingTable(H200, [(Shape(64, 64, 1, 16, 16, 4.0), best)])
 

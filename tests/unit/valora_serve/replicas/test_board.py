@@ -19,7 +19,6 @@ class Clock:
 
 
 async def told(board, *reports):
-    """Have a board take reports; what it wants to be served."""
     answers = await asyncio.gather(*map(board.report, reports))
     return [state for state, _, _ in answers]
 

@@ -52,7 +52,6 @@ def answer(body=b'{"fine":1}', *headers):
 
 @contextlib.asynccontextmanager
 async def fronted(*replicas, **settings):
-    """A front before replicas; gives a client of it, and the front."""
     servers, reports = [], []
     for number, one in enumerate(replicas):
         url = "http://127.0.0.1:1"  # nobody listens
@@ -77,7 +76,6 @@ async def fronted(*replicas, **settings):
 
 
 async def idle(front):
-    """Wait until no request counts as under way any more."""
     while sum(front._load.values()):
         await asyncio.sleep(0.01)
 

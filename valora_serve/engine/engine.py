@@ -206,7 +206,7 @@ class Engine:
         self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
         self._text_of = functools.cache(partial(text_and_bytes, self._preprocessing.tokenizer))
         machine = sizing.machine_of(settings, self.device, lmm.dtype)
-        self.cost = cost_model or load_or_estimate(sizing.cost_folder(settings), machine, lmm.base)
+        self.cost = cost_model or load_or_estimate(settings.folder("cost"), machine, lmm.base)
         self.policy = make_policy(settings.policy, self.cost, settings.deciding)
         path = settings.decision_trace
         try:

@@ -11,7 +11,7 @@ import torch
 
 from valora_kernels.metadata import NONE
 from valora_serve.engine.engine import Engine
-from valora_serve.engine.sizing import cost_folder, machine_of
+from valora_serve.engine.sizing import machine_of
 from valora_serve.errors import ServeError, StoppedError
 from valora_serve.memory.block_manager import Owner
 from valora_serve.model.sampler import TokenChoice
@@ -50,7 +50,7 @@ def lacks_costs(engine: Engine) -> bool:
 
 def adopt(engine: Engine, costs: CostModel) -> None:
     """Decide with costs from now on, and save them for later starts if the disk allows it."""
-    folder = cost_folder(engine.settings)
+    folder = engine.settings.folder("cost")
     try:
         costs.save(folder)
     except OSError as error:

@@ -21,15 +21,6 @@ MAX_RANK = 1024  # largest rank that room may be kept for: buffers grow with it
 SHARED = ("none", "key", "adapter")  # what shares of the machine can be kept for
 
 
-def cache_folder() -> Path:
-    """The user's folder of what is measured here; the working folder's without a home."""
-    try:
-        home = Path.home()
-    except RuntimeError:
-        home = Path()
-    return home / ".cache" / "valora"
-
-
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """How the engine runs; the defaults suit one GPU, or a CPU for tests and small models.
@@ -137,8 +128,6 @@ class EngineSettings:
         for name, low in lowest.items():
             if (value := getattr(self, name)) is not None and value < low:
                 raise ValueError(f"{name}: expected at least {low}, got {value}")
-        if self.max_rank > MAX_RANK:
-            raise ValueError(f"max_rank: expected at most {MAX_RANK}, got {self.max_rank}")
         choices = {
             "dtype": DTYPES, "quantize": QUANTIZATIONS, "capture": CAPTURES, "operator": OPERATORS,
             "lora_parallel": LORA_PARALLEL, "share_by": SHARED, "switch": SWITCHES,
@@ -146,34 +135,41 @@ class EngineSettings:
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value}")
-        if not 0 < self.memory <= 1:
-            raise ValueError(f"memory: expected a share in (0, 1], got {self.memory}")
-        if not 0 <= self.adapter_share < 1:
-            raise ValueError(f"adapter_share: expected a share in [0, 1), got {self.adapter_share}")
-        if self.quantize in UNMERGEABLE and self.tensor_parallel > 1:
-            raise ValueError(
-                f"quantize: {self.quantize} is for a model on one GPU: use tensor_parallel=1, or "
-                f"quantize={NF4 if self.quantize == NF4_PACKED else 'none'}"
-            )
-        if self.tensor_parallel > 1 and (self.operator, self.switch) != (ATMM, SWIFT):
-            raise ValueError(
-                "tensor_parallel: other operators and switches are compared on one GPU: use "
-                f"operator={ATMM} and switch={SWIFT}, or tensor_parallel=1"
-            )
-        self._check_shares()
-        POLICIES[self.policy]  # refuses an unknown policy
-
-    def _check_shares(self) -> None:
-        if self.shares and self.share_by == "none":
-            raise ValueError("shares goes with share_by: name key or adapter")
-        if self.policy_settings.fair or self.policy_settings.shares:
-            raise ValueError("policy_settings: shares and fair are set with share_by and shares")
+        keeps_shares = POLICIES[self.policy].shares  # refuses an unknown policy
         _ = self.deciding  # refuses shares that are none
-        if self.share_by != "none" and not POLICIES[self.policy].shares:
-            raise ValueError(
-                f"share_by: the policy {self.policy} keeps no shares: choose cost, valora, slora "
-                "or unmerge_only"
-            )
+        split, sharing = self.tensor_parallel > 1, self.share_by != "none"
+        given = self.policy_settings
+        for wrong, said in (
+            (self.max_rank > MAX_RANK,
+             f"max_rank: expected at most {MAX_RANK}, got {self.max_rank}"),
+            (not 0 < self.memory <= 1, f"memory: expected a share in (0, 1], got {self.memory}"),
+            (not 0 <= self.adapter_share < 1,
+             f"adapter_share: expected a share in [0, 1), got {self.adapter_share}"),
+            (split and self.quantize in UNMERGEABLE,
+             f"quantize: {self.quantize} is for a model on one GPU: use tensor_parallel=1, or "
+             f"quantize={NF4 if self.quantize == NF4_PACKED else 'none'}"),
+            (split and (self.operator, self.switch) != (ATMM, SWIFT),
+             "tensor_parallel: other operators and switches are compared on one GPU: use "
+             f"operator={ATMM} and switch={SWIFT}, or tensor_parallel=1"),
+            (self.shares and not sharing, "shares goes with share_by: name key or adapter"),
+            (given.fair or given.shares,
+             "policy_settings: shares and fair are set with share_by and shares"),
+            (sharing and not keeps_shares,
+             f"share_by: the policy {self.policy} keeps no shares: choose cost, valora, slora "
+             "or unmerge_only"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(said)
+
+    def folder(self, what: str) -> Path:
+        """Folder of ``cost`` or ``tiling`` measurements; without a home, in the working folder."""
+        if named := getattr(self, f"{what}_folder"):
+            return Path(named)
+        try:
+            home = Path.home()
+        except RuntimeError:
+            home = Path()
+        return home / f".cache/valora/{what}s"
 
     @property
     def deciding(self) -> PolicySettings:

@@ -7,14 +7,13 @@ import os
 import platform
 from bisect import bisect_left
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from valora_data.contract.quantized import NF4
 from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
-from valora_serve.engine.settings import FP8, NF4_PACKED, EngineSettings, cache_folder
+from valora_serve.engine.settings import FP8, NF4_PACKED, EngineSettings
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.memory.unified import PageShape
 from valora_serve.model.lmm import Lmm
@@ -94,12 +93,6 @@ def machine_of(settings: EngineSettings, device: torch.device, dtype: torch.dtyp
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     return name if size == 1 else f"{name} x{size}"
-
-
-def cost_folder(settings: EngineSettings) -> Path:
-    """Return the folder of measured costs."""
-    folder = settings.cost_folder
-    return Path(folder) if folder else cache_folder() / "costs"
 
 
 def context_length(settings: EngineSettings, lmm: Lmm) -> int:

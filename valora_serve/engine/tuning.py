@@ -18,7 +18,7 @@ from valora_kernels.lookup import TilingTable, is_measured, table_of, use_table,
 from valora_kernels.operators import ATMM
 from valora_kernels.tiling import Case, ProjectionGroup
 from valora_kernels.tune import Compiler, Piece, Tuner, cases
-from valora_serve.engine.settings import EngineSettings, cache_folder
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.model.linears import Linears
 from valora_serve.model.runner import ModelRunner
 from valora_serve.model.work import Preparation
@@ -117,9 +117,8 @@ def make_tuning(
     """Use the measured tilings of the GPU, and measure others unless they are shipped (None)."""
     if device.type != "cuda" or kernels() is None or is_measured(gpu := gpu_of(device)):
         return None
-    folder = settings.tiling_folder
     name = gpu.name.lower().replace(" ", "_").replace("/", "_")
-    file = (Path(folder) if folder else cache_folder() / "tilings") / f"{name}.json"
+    file = settings.folder("tiling") / f"{name}.json"
     table = read_table(file, gpu)
     if table.entries:
         use_table(table)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import copytree, rmtree
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -61,45 +62,25 @@ def quick(monkeypatch):
     monkeypatch.setattr(profile, "measure", partial(profile.measure, seconds=0.0))
 
 
-class FakeRunner:
-    """Records what is prepared; every preparation takes a second of a clock of its own."""
-
-    def __init__(self):
-        self.now, self.prepared, self.wanted = 100.0, [], None
-
-    def preparations(self, terms):
-        assert terms == [0, 1]
-        return list(FIRST), list(REST)
-
-    def compile_together(self, wanted, patience):
-        assert (list(wanted), patience) == (FIRST, PATIENCE)
-
-    def adopt(self):
-        return False
-
-    def prepare(self, wanted):
-        self.now += 1.0
-        self.prepared.append(wanted)
-        return True
-
-    def missed(self):
-        return self.wanted
-
-
 def test_what_a_step_misses_is_prepared_without_slowing_requests_down(monkeypatch):
-    runner = FakeRunner()
-    monkeypatch.setattr("valora_serve.engine.warm_up.time.monotonic", lambda: runner.now)
+    """Every preparation takes a second."""
+    now, made = [100.0], []
+    monkeypatch.setattr("valora_serve.engine.warm_up.time.monotonic", lambda: now[0])
+    runner = Mock()
+    runner.adopt.return_value, runner.preparations.return_value = False, (FIRST, REST)
+    runner.prepare = lambda one: made.append(one) or now.append(now.pop() + 1) or True
     warm = WarmUp([0, 1], lazy=True)
     assert not warm.prepare_next(runner)  # nothing before the start
     warm.start(runner)
+    runner.compile_together.assert_called_once_with(FIRST, PATIENCE)
     for wanted, later, prepared in (
         (None, 0.0, FIRST), (REST[1], 0.0, [*FIRST, REST[1]]),
         (REST[0], PAUSE - 0.5, [*FIRST, REST[1]]), (REST[0], 1.0, [*FIRST, REST[1], REST[0]]),
     ):  # fmt: skip
-        runner.wanted = wanted
-        runner.now += later
+        runner.missed.return_value = wanted
+        now[0] += later
         warm.prepare_missed(runner)
-        assert runner.prepared == prepared
+        assert made == prepared
     assert ([*warm.left], str(warm)) == ([REST[2]], "4 of 5 graphs and kernels prepared")
     assert [warm.prepare_next(runner) for _ in range(2)] == [True, False]
     assert warm.seconds == {"graphs": 4.0, "kernels": 1.0}
@@ -285,17 +266,6 @@ def test_a_measurement_that_is_interrupted_goes_on(base, adapters):
     assert (engine.stats().merged_adapter, engine.stats().pages_kv) == (None, 0)
 
 
-class Compiled:
-    """A compiler that has compiled everything already."""
-
-    failed, lost = frozenset(), False
-
-    def compile(self, jobs):
-        return True
-
-    def close(self): ...
-
-
 def clock(calls, **_):
     """Time calls: what has 32 output columns takes half as long as what has not."""
     return {name: np.array([1.0 + ("outputs=32" not in name)]) for name in calls}
@@ -306,9 +276,12 @@ def tunable(base, adapters, tmp_path):
     best = Tiling("shrink_expand", outputs=32)
     like = TilingTable(H200, [(Shape(64, 64, 1, 16, 16, 4.0), best)])
 
+    compiler = Mock(failed=frozenset(), lost=False)  # has compiled everything already
+    compiler.compile.return_value = True
+
     def make(file=tmp_path / "cpu.json", **settings):
         engine = lazily(base, adapters, most=(2, 64), **settings)
-        tuner = Tuner(read_table(file, gpu_of(CPU)), like, Compiled(), CPU, clock)
+        tuner = Tuner(read_table(file, gpu_of(CPU)), like, compiler, CPU, clock)
         few = replace(engine.settings, max_adapters=2)
         engine.tuning = Tuning(tuner, file, engine.lmm.linears, engine.runner, few, [0, 1])
         return engine

@@ -2,6 +2,7 @@
 
 import asyncio
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,20 +12,13 @@ from valora_serve.replicas.board import STALE, Board, wanted
 from valora_serve.server.loading.state_file import SavedState, StateFile
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-
 async def told(board, *reports):
     answers = await asyncio.gather(*map(board.report, reports))
     return [state for state, _, _ in answers]
 
 
 def test_one_replica_at_a_time_changes_what_is_served(tmp_path):
-    file, clock = tmp_path / "s.json", Clock()
+    file, clock = tmp_path / "s.json", Mock(return_value=100.0)
     board, old, new = Board(str(file), clock), SavedState(), SavedState(adapters={"a": "/a"})
 
     async def case():
@@ -46,7 +40,7 @@ def test_one_replica_at_a_time_changes_what_is_served(tmp_path):
         assert StateFile(file).read() == board.state() == new
         board.unlock("y")
         assert await waiting == new
-        clock.now += STALE + 1  # z is silent
+        clock.return_value += STALE + 1  # z is silent
         assert await board.lock("x") == new
 
     asyncio.run(case())
@@ -55,7 +49,7 @@ def test_one_replica_at_a_time_changes_what_is_served(tmp_path):
 
 
 def test_a_change_whose_replica_has_died_ends_before_the_next_one():
-    clock, new = Clock(), SavedState(adapters={"a": "/a"})
+    clock, new = Mock(return_value=100.0), SavedState(adapters={"a": "/a"})
     board = Board(None, clock)
 
     async def case():
@@ -63,9 +57,9 @@ def test_a_change_whose_replica_has_died_ends_before_the_next_one():
         await board.lock("x")
         change = asyncio.create_task(board.change("x", new))
         await asyncio.sleep(0.1)
-        clock.now += STALE - 1
+        clock.return_value += STALE - 1
         await told(board, report("y"))
-        clock.now += 2  # x is silent
+        clock.return_value += 2  # x is silent
         waiting = asyncio.create_task(board.lock("y"))
         await asyncio.sleep(0.2)
         assert not waiting.done(), "y would change what was before"
@@ -77,7 +71,7 @@ def test_a_change_whose_replica_has_died_ends_before_the_next_one():
 
 
 def test_a_change_that_fails_ends_once_none_makes_it_any_more():
-    board, old, new = Board(None, Clock()), SavedState(), SavedState(adapters={"a": "/a"})
+    board, old, new = Board(None), SavedState(), SavedState(adapters={"a": "/a"})
 
     async def case():
         await told(board, report("x"), report("y"), report("z"))
@@ -96,20 +90,20 @@ def test_a_change_that_fails_ends_once_none_makes_it_any_more():
 
 
 def test_replicas_that_are_silent_or_leave_are_forgotten():
-    clock = Clock()
+    clock = Mock(return_value=100.0)
     board = Board(None, clock)
     asyncio.run(told(board, report("x"), report("y")))
-    clock.now += STALE - 1
+    clock.return_value += STALE - 1
     asyncio.run(told(board, report("y")))
     assert {one.replica for one in board.reports()} == {"x", "y"}
-    clock.now += 2
+    clock.return_value += 2
     assert {one.replica for one in board.reports()} == {"y"}
     board.leave("y")
     assert board.reports() == []
 
 
 def test_each_replica_hears_once_what_the_others_have_let_in():
-    board = Board(None, Clock())
+    board = Board(None)
 
     def taken(name, **given):
         return asyncio.run(board.report(report(name, **given)))[2]

@@ -33,6 +33,13 @@ TOLERANCE = 1e-5
 ROUNDING = 1.25
 
 
+EVERY_POLICY = pytest.mark.parametrize(
+    ("policy", "overlap"),
+    others_slow([(one, n % 2 == 0) for n, one in enumerate(POLICIES)],
+                product(POLICIES, [False, True])),
+)  # fmt: skip
+
+
 def mixed(names, *, tokens=8):
     """Requests with none, one or two images, in an order in which neighbours differ."""
     greedy = SamplingParams(max_tokens=tokens)
@@ -64,11 +71,7 @@ def test_adapters_and_prompts_make_a_difference(reference):
     # Without an image neither the tower nor the projector matters.
 
 
-@pytest.mark.parametrize(
-    ("policy", "overlap"),
-    others_slow([(one, n % 2 == 0) for n, one in enumerate(POLICIES)],
-                product(POLICIES, [False, True])),
-)  # fmt: skip
+@EVERY_POLICY
 def test_policies(base, adapters, reference, policy, overlap):
     engine = make_engine(base, adapters, policy=policy, overlap=overlap, max_requests=6)
     check_mixed(engine, reference, 4)

@@ -1,13 +1,12 @@
 """Adapters with weights against weights that PEFT's differences are added to, in fp32."""
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 from peft.tuners.lora import LoraLayer
 
-from tests.parity.valora_serve.engine.test_engine import Forced, mixed
+from tests.parity.valora_serve.engine.test_engine import EVERY_POLICY, Forced, mixed
 from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Reference,
@@ -106,11 +105,7 @@ def check(found, requests, reference):
         assert relative(said, wanted) < TOLERANCE, request.adapters
 
 
-@pytest.mark.parametrize(
-    ("policy", "overlap"),
-    others_slow([(one, n % 2 == 0) for n, one in enumerate(POLICIES)],
-                product(POLICIES, [False, True])),
-)  # fmt: skip
+@EVERY_POLICY
 def test_weights_beside_other_requests(base, adapters, reference, policy, overlap):
     engine = make_engine(base, adapters, policy=policy, overlap=overlap, max_requests=6)
     requests = asked(MIXES)

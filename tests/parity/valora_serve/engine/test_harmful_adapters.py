@@ -189,7 +189,7 @@ def test_a_policy_that_insists_on_merging_them(base, adapters, harmful, referenc
 
     def choose(view):  # one adapter at a time
         names = sorted(view.resident)
-        merged = names[next(turn) // 2 % len(names)] if names else None
+        merged = names[next(turn) % len(names)] if names else None
         return (Mode.MIXTURE, merged) if names else (Mode.UNMERGED, None)
 
     engine.policy = Forced(choose, engine)

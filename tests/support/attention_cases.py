@@ -96,6 +96,14 @@ class Case:
         own = (stop for start, stop in self.blocks[row] if start <= at < stop)
         return next(own, at + 1)
 
+    def written(self):
+        """Pages, and places in them, of all tokens."""
+        return {
+            (table[at // self.cache.block_size], at % self.cache.block_size)
+            for table, (before, now) in zip(self.tables, self.shares, strict=True)
+            for at in range(before + now)
+        }
+
     def run(self, backend, layer, scale):
         """Output of a backend: [rows, heads, width]."""
         return self.run_plan(make_backend(backend, self.cache).plan(self.rows), layer, scale)
@@ -127,63 +135,15 @@ class Case:
         return torch.stack(rows).float()
 
 
-def check_steps(backend, seed, *, heads, width, block_size, dtype, device="cpu", tolerance=1e-5):
-    """Compare prompts with images that are computed in random steps with dense attention.
-
-    No step ends within an image; memory that no sequence has written is zero.
-    """
-    draw = np.random.default_rng(seed)
-    generator = torch.Generator().manual_seed(seed)
-    lengths, blocks = draw.integers(30, 150, 4).tolist(), []
-    for length in lengths:
+def image_case(seed, **options):
+    """Random parts of prompts with images, none of which begins or ends within an image."""
+    draw, shares, blocks = np.random.default_rng(seed), [], []
+    for number in range(4):
+        length = int(draw.integers(30, 150))
         cuts = np.sort(draw.choice(np.arange(1, length), 4, replace=False)).tolist()
-        blocks.append([(cuts[0], cuts[1]), (cuts[2], cuts[3])] if blocks else [])
-    tokens = [[torch.randn(length, count, width, generator=generator).to(dtype).to(device)
-               for count in (heads[0], heads[1], heads[1])] for length in lengths]  # fmt: skip
-    pages = [-(-length // block_size) for length in lengths]
-    order = iter((1 + draw.permutation(sum(pages))).tolist())
-    tables = [[next(order) for _ in range(count)] for count in pages]
-    shape = (2, 1 + sum(pages), block_size, heads[1], width)
-    keys, values = torch.zeros(shape, dtype=dtype, device=device)
-    plans = make_backend(backend, KVCache([(keys, values)], block_size, heads[0]))
-    done, found = [0] * len(lengths), [[] for _ in lengths]
-    while done != lengths:
-        shares = []
-        for number, (length, inside) in enumerate(zip(lengths, blocks, strict=True)):
-            ends = [end for end in range(done[number] + 1, length + 1)
-                    if not any(start < end < stop for start, stop in inside)]  # fmt: skip
-            if ends and draw.random() < 0.8:
-                shares.append((number, int(draw.choice(ends[: draw.choice([1, 9, 200])]))))
-        shares.sort(key=lambda share: share[1] - done[share[0]] > 1)
-        if not shares:
-            continue
-        spans = [(number, done[number], end) for number, end in shares]
-        counts = [end - start for _, start, end in spans]
-        seen = [next((stop for first, stop in blocks[number] if first <= at < stop), at + 1)
-                for number, start, end in spans for at in range(start, end)]  # fmt: skip
-        own = [at + 1 for _, start, end in spans for at in range(start, end)]
-        rows = Rows(
-            np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-            np.array([end for *_, end in spans], np.int32),
-            [tables[number] for number, *_ in spans],
-            None if seen == own else np.array(seen, np.int32),
-        )  # fmt: skip
-        query, key, value = (
-            torch.cat([tokens[number][part][start:end] for number, start, end in spans])
-            for part in range(3)
-        )
-        out = plans.plan(rows).run(0, query, key, value, 0.3)
-        for (number, _, end), part in zip(spans, out.split(counts), strict=True):
-            found[number].append(part)
-            done[number] = end
-    for number, length in enumerate(lengths):
-        at = torch.arange(length, device=device)
-        mask = at[None] <= at[:, None]
-        for start, stop in blocks[number]:
-            mask[start:stop, start:stop] = True
-        q, k, v = (part.double().transpose(0, 1) for part in tokens[number])
-        k, v = (part.repeat_interleave(heads[0] // heads[1], 0) for part in (k, v))
-        scores = (q @ k.transpose(1, 2) * 0.3).masked_fill(~mask, -torch.inf)
-        expected = (scores.softmax(-1) @ v).transpose(0, 1).float()
-        made = torch.cat(found[number]).float()
-        torch.testing.assert_close(made, expected, rtol=tolerance, atol=tolerance)
+        blocks.append([(cuts[0], cuts[1]), (cuts[2], cuts[3])] if number else [])
+        ends = [at for at in range(length + 1)
+                if not any(start < at < stop for start, stop in blocks[-1])]  # fmt: skip
+        first, end = np.sort(draw.choice(ends, 2, replace=False)).tolist()
+        shares.append((first, end - first))
+    return Case(shares, blocks=blocks, seed=seed, **options)

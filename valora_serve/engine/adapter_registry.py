@@ -19,8 +19,13 @@ from valora_serve.catalogue.store import Staged, Store
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import AdapterError, QuarantinedError
-from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
-from valora_serve.memory.unified import PackedAdapter, PackedPrefix, UnifiedMemory
+from valora_serve.memory.unified import (
+    AdapterMemory,
+    PackedAdapter,
+    PackedPrefix,
+    PrefixMemory,
+    UnifiedMemory,
+)
 from valora_serve.model.linears import Linears
 from valora_serve.model.lmm import Lmm
 from valora_serve.types import Mode

@@ -37,9 +37,8 @@ from valora_serve.engine.settings import BY_MATRIX, LAZY, UNMERGEABLE, EngineSet
 from valora_serve.engine.tuning import make_tuning
 from valora_serve.engine.warm_up import WarmUp
 from valora_serve.engine.workers import Workers
-from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
 from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
-from valora_serve.memory.unified import PageShape, UnifiedMemory
+from valora_serve.memory.unified import AdapterMemory, PageShape, PrefixMemory, UnifiedMemory
 from valora_serve.model.attention.base import KVCache
 from valora_serve.model.heads import HeadLogits, launch_heads
 from valora_serve.model.lmm import Lmm

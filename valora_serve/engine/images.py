@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from valora_kernels.metadata import NONE
 from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import ImageError, StoppedError
-from valora_serve.memory.adapter_memory import AdapterMemory
+from valora_serve.memory.unified import AdapterMemory
 from valora_serve.model.prompt import MemoryTokens, VisualFeatures
 from valora_serve.model.runner import ModelRunner
 

@@ -9,8 +9,8 @@ from typing import Final
 
 from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import ServeError
-from valora_serve.memory.adapter_memory import AdapterMemory, PrefixMemory
-from valora_serve.memory.block_manager import BlockManager
+from valora_serve.memory.block_manager import BlockManager, SequencePages
+from valora_serve.memory.unified import AdapterMemory, PrefixMemory
 from valora_serve.orchestrator.decision import RequestView
 
 LOOK_AHEAD: Final = 256  # waiting requests whose prefixes are loaded before it is their turn
@@ -147,10 +147,11 @@ class Requests:
             limit = 0  # the log probabilities of all tokens are computed
         held = () if prefix is None else self.prefixes.held(prefix)
         full, rest = divmod(given, blocks.block_size)
-        cached = blocks.open(
-            sequence.id, sequence.ids, sequence.salt, sequence.spans, limit,
-            since=sequence.own_from, shared=held[:full], root=sequence.root,
+        pages = SequencePages(
+            sequence.ids, sequence.salt, sequence.spans, sequence.own_from, held[:full],
+            sequence.root,
         )  # fmt: skip
+        cached = blocks.open(sequence.id, pages, limit)
         if not blocks.reserve(sequence.id, len(sequence.ids) + (head is None)):
             blocks.close(sequence.id)
             self._pin(sequence, release=True)

@@ -15,8 +15,8 @@ from valora_data.contract.head import Head
 from valora_kernels.metadata import NONE
 from valora_serve.catalogue.store import ResolvedModel
 from valora_serve.errors import RequestError
-from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.memory.block_manager import ImageSpan
+from valora_serve.memory.unified import AdapterMemory
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import HeadRequest
 from valora_serve.model.lmm import Lmm

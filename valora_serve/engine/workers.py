@@ -34,7 +34,7 @@ from valora_serve.engine.launch import how_it_ended, launch, pipes
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.sizing import find_device
 from valora_serve.errors import AdapterError, StoppedError
-from valora_serve.memory.residency import Copy, Entry
+from valora_serve.memory.residency import Entry
 from valora_serve.model.prompt import VisualFeatures
 from valora_serve.model.sampler import TokenChoice
 from valora_serve.model.split import check_split
@@ -148,7 +148,7 @@ class Workers:
         method(*arguments)  # first, as there may be no memory for it
         self.call(path, *arguments)
 
-    def _copy(self, path: str, method: Callable[..., Copy | None], entry: Entry[Any]) -> Any:
+    def _copy(self, path: str, method: Callable[..., Any], entry: Entry[Any]) -> Any:
         self.call("copy", path, self._packed[entry.packed], entry.pages, entry.slot)
         return method(entry)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 
@@ -28,28 +29,25 @@ class PagePool:
     """Free and used pages, with the use and the number of users of each."""
 
     def __init__(self, pages: int, first: int = 0) -> None:
-        if pages < 1:
-            raise ValueError(f"pages: expected at least 1, got {pages}")
         self.pages = pages
         # Called with a cached page before it is taken for something else.
         self.on_evict: Callable[[int], None] = lambda _: None
         # Called with the number of missing pages when `take` finds too few; may give pages back
         # (idle adapters).
         self.on_short: Callable[[int], object] = lambda _: None
-        self._free = list(range(first + pages - 1, first - 1, -1))
-        self._cached: dict[int, None] = {}  # in order of last use
+        # Pages that can be taken, in this order: free ones, then cached ones by their last use.
+        self._left = OrderedDict.fromkeys(range(first, first + pages))
         self._users = [0] * (first + pages)
-        self._owner = [Owner.FREE] * (first + pages)
-        self._counts = [pages, *[0] * (len(Owner) - 1)]
+        self._owner = bytearray(first + pages)  # counts 10,000 pages in a microsecond
 
     @property
     def free(self) -> int:
         """Number of pages that can be taken, cached ones included."""
-        return len(self._free) + len(self._cached)
+        return len(self._left)
 
     def count(self, owner: Owner) -> int:
-        """Return the number of pages with this use."""
-        return self._counts[owner]
+        """Return the number of pages with this use, which is not `FREE`."""
+        return self._owner.count(owner)
 
     def take(self, count: int, owner: Owner) -> list[int] | None:
         """Take pages with one user each, or None if there are too few; cached ones are evicted."""
@@ -57,62 +55,36 @@ class PagePool:
             self.on_short(count - self.free)
             if count > self.free:
                 return None
-        free, cached = self._free, self._cached
-        taken = []
-        for _ in range(count):
-            if free:
-                page = free.pop()
-                self._counts[Owner.FREE] -= 1
-            else:
-                page = next(iter(cached))
-                del cached[page]
-                self._counts[Owner.CACHED] -= 1
+        taken = [self._left.popitem(last=False)[0] for _ in range(count)]
+        for page in taken:
+            if self._owner[page] == Owner.CACHED:
                 self.on_evict(page)
-            self._users[page] = 1
-            self._owner[page] = owner
-            taken.append(page)
-        self._counts[owner] += count
+            self._users[page], self._owner[page] = 1, owner
         return taken
 
     def share(self, page: int) -> None:
         """Add a user to a page of keys and values; a cached page is in use again."""
-        owner = self._owner[page]
-        if owner is Owner.CACHED:
-            del self._cached[page]
+        if self._owner[page] == Owner.CACHED:
+            del self._left[page]
             self._owner[page] = Owner.KV
-            self._counts[Owner.CACHED] -= 1
-            self._counts[Owner.KV] += 1
-        elif owner is not Owner.KV:
-            raise ValueError(f"page {page}: expected keys and values, got {owner.name}")
+        assert self._owner[page] == Owner.KV
         self._users[page] += 1
-
-    def uncache(self, page: int) -> None:
-        """Free a cached page; a page that is in use is freed when its last user gives it back."""
-        if self._owner[page] is Owner.CACHED:
-            del self._cached[page]
-            self._owner[page] = Owner.FREE
-            self._counts[Owner.CACHED] -= 1
-            self._counts[Owner.FREE] += 1
-            self._free.append(page)
 
     def give(self, page: int, *, keep: bool = False) -> None:
         """Remove a user from a page; one without users is free, or cached if it is to be kept."""
-        users = self._users[page] - 1
-        owner = self._owner[page]
-        if users < 0 or owner is Owner.RESERVED:
-            raise ValueError(f"page {page}: expected one that is in use, got {owner.name}")
-        self._users[page] = users
-        if users:
-            return
-        self._counts[owner] -= 1
-        if keep:
+        assert self._users[page] and self._owner[page] != Owner.RESERVED
+        self._users[page] -= 1
+        if not self._users[page]:
             self._owner[page] = Owner.CACHED
-            self._counts[Owner.CACHED] += 1
-            self._cached[page] = None
-        else:
+            self._left[page] = None
+            if not keep:
+                self.uncache(page)
+
+    def uncache(self, page: int) -> None:
+        """Free a cached page; a page that is in use is freed when its last user gives it back."""
+        if self._owner[page] == Owner.CACHED:
             self._owner[page] = Owner.FREE
-            self._counts[Owner.FREE] += 1
-            self._free.append(page)
+            self._left.move_to_end(page, last=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +98,18 @@ class ImageSpan:
 
 
 @dataclass(slots=True)
-class _SequencePages:
-    """Tokens, pages and keys of an open sequence; see `BlockManager.open`."""
+class SequencePages:
+    """Tokens of a sequence, and what else the keys and values in its pages depend on."""
 
-    tokens: Sequence[int]
-    salt: bytes
-    since: int
-    spans: Sequence[ImageSpan]
-    blocks: list[int]  # its pages, in the order of its tokens
-    shared: int  # pages at their beginning that belong to its context
-    keys: list[bytes]  # of its full and computed blocks in the prefix cache, behind `shared`
-    root: bytes
+    tokens: Sequence[int]  # of the prompt; the caller appends to it
+    salt: bytes = b""  # the adapter's hash
+    spans: Sequence[ImageSpan] = ()  # images, by ascending start
+    since: int = 0  # token that the adapter is applied from
+    shared: Sequence[int] = ()  # full pages of a context that its pages begin with
+    root: bytes = b""  # hashes of tenant and context
+    blocks: list[int] = field(default_factory=list)  # its pages, in the order of its tokens
+    # Of its full and computed blocks in the prefix cache, behind the shared ones.
+    keys: list[bytes] = field(default_factory=list)
 
 
 class BlockManager:
@@ -149,81 +122,35 @@ class BlockManager:
     """
 
     def __init__(self, pool: PagePool, block_size: int, *, caching: bool = True) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size: expected at least 1, got {block_size}")
         self.pool = pool
         self.block_size = block_size
         self.caching = caching
-        self._sequences: dict[Hashable, _SequencePages] = {}
+        self._sequences: dict[Hashable, SequencePages] = {}
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         pool.on_evict = self._forget
 
-    def __len__(self) -> int:
-        return len(self._sequences)
+    def open(self, sequence: Hashable, own: SequencePages, limit: int | None = None) -> int:
+        """Open a sequence; return the number of its cached tokens, shared ones included.
 
-    def __contains__(self, sequence: object) -> bool:
-        return sequence in self._sequences
-
-    def match(
-        self,
-        tokens: Sequence[int],
-        salt: bytes = b"",
-        spans: Sequence[ImageSpan] = (),
-        limit: int | None = None,
-        since: int = 0,
-        *,
-        shared: int = 0,
-        root: bytes = b"",
-    ) -> tuple[int, list[int]]:
-        """Count the cached tokens of a prompt, `shared` ones included, and the blocks behind."""
-        blocks: list[int] = []
-        if self.caching:
-            longest = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-            key = root
-            for index in range(shared, longest // self.block_size):
-                key = self._key(self._before(key, salt, since, index), tokens, spans, index)
-                block = self._block_of.get(key)
-                if block is None:
-                    break
-                blocks.append(block)
-            for span in reversed(spans):
-                cached = (shared + len(blocks)) * self.block_size
-                if span.whole and span.start < cached < span.stop:
-                    del blocks[max(span.start // self.block_size - shared, 0) :]
-        return (shared + len(blocks)) * self.block_size, blocks
-
-    def open(
-        self,
-        sequence: Hashable,
-        tokens: Sequence[int],
-        salt: bytes = b"",
-        spans: Sequence[ImageSpan] = (),
-        limit: int | None = None,
-        since: int = 0,
-        *,
-        shared: Sequence[int] = (),
-        root: bytes = b"",
-    ) -> int:
-        """Open a sequence; return the number of its cached tokens, `shared` ones included.
-
-        `tokens` are those of the prompt; the list is kept, and the caller appends to it. `salt` is
-        the adapter's hash, which is applied from token `since` on; `spans` are images, by ascending
-        start. At most `limit` tokens come from the cache. `shared` are full pages of a context that
-        the table begins with; `root`, hashes of tenant and context, begins the chain of keys.
+        At most `limit` tokens come from the cache.
         """
-        if sequence in self._sequences:
-            raise ValueError(f"sequence {sequence} is open already: close it first")
-        cached, blocks = self.match(
-            tokens, salt, spans, limit, since, shared=len(shared), root=root
-        )
-        for block in blocks:
+        own.blocks, shared = [*own.shared], len(own.shared)
+        longest = len(own.tokens) - 1 if limit is None else min(limit, len(own.tokens) - 1)
+        for index in range(shared, longest // self.block_size if self.caching else 0):
+            key = self._key(own, index)
+            if key not in self._block_of:
+                break
+            own.keys.append(key)
+            own.blocks.append(self._block_of[key])
+        for span in reversed(own.spans):
+            if span.whole and span.start < len(own.blocks) * self.block_size < span.stop:
+                first = max(span.start // self.block_size, shared)
+                del own.blocks[first:], own.keys[first - shared :]
+        for block in own.blocks[shared:]:
             self.pool.share(block)
-        keys = [self._key_of[block] for block in blocks]
-        self._sequences[sequence] = _SequencePages(
-            tokens, salt, since, spans, [*shared, *blocks], len(shared), keys, root
-        )
-        return cached
+        self._sequences[sequence] = own
+        return len(own.blocks) * self.block_size
 
     def pages_needed(self, sequence: Hashable, total_tokens: int) -> int:
         """Return how many pages a sequence must still get to hold this many tokens."""
@@ -232,37 +159,21 @@ class BlockManager:
 
     def reserve(self, sequence: Hashable, total_tokens: int) -> bool:
         """Take the pages that a sequence needs to hold this many tokens; all, or none and False."""
-        blocks = self._sequences[sequence].blocks
-        lacking = -(-total_tokens // self.block_size) - len(blocks)
-        if lacking > 0:
-            taken = self.pool.take(lacking, Owner.KV)
-            if taken is None:
-                return False
-            blocks += taken
-        return True
+        taken = self.pool.take(self.pages_needed(sequence, total_tokens), Owner.KV)
+        if taken is not None:
+            self._sequences[sequence].blocks += taken
+        return taken is not None
 
     def commit(self, sequence: Hashable, computed_tokens: int) -> None:
         """Add a sequence's full blocks of computed tokens, counted from its start, to the cache."""
-        entry = self._sequences[sequence]
-        full = computed_tokens // self.block_size
-        if full <= entry.shared + len(entry.keys):
-            return
-        if computed_tokens > len(entry.tokens) or full > len(entry.blocks):
-            raise ValueError(
-                f"sequence {sequence}: expected at most {len(entry.tokens)} computed tokens in "
-                f"{len(entry.blocks)} blocks, got {computed_tokens}"
-            )
+        own = self._sequences[sequence]
         if not self.caching:
             return
-        for index in range(entry.shared + len(entry.keys), full):
-            last = entry.keys[-1] if entry.keys else entry.root
-            before = self._before(last, entry.salt, entry.since, index)
-            key = self._key(before, entry.tokens, entry.spans, index)
-            entry.keys.append(key)
+        for index in range(len(own.shared) + len(own.keys), computed_tokens // self.block_size):
+            key, block = self._key(own, index), own.blocks[index]
+            own.keys.append(key)
             # If two sequences computed the same block at once, the first one is in the cache.
-            if key not in self._block_of:
-                block = entry.blocks[index]
-                self._block_of[key] = block
+            if self._block_of.setdefault(key, block) == block:
                 self._key_of[block] = key
 
     def table(self, sequence: Hashable) -> list[int]:
@@ -273,7 +184,7 @@ class BlockManager:
         """Close a sequence, whose blocks stay cached until they are evicted; return their keys."""
         entry = self._sequences.pop(sequence)
         # Last block first, so that the end of a prefix is evicted before its beginning.
-        for block in reversed(entry.blocks[entry.shared :]):
+        for block in reversed(entry.blocks[len(entry.shared) :]):
             self.pool.give(block, keep=block in self._key_of)
         return entry.keys
 
@@ -285,22 +196,17 @@ class BlockManager:
                 del self._key_of[block]
                 self.pool.uncache(block)
 
-    def _before(self, key: bytes, salt: bytes, since: int, index: int) -> bytes:
-        """Key of the block before `index`, and the salt, which joins in at token `since`."""
-        if index != since // self.block_size:
-            return key
-        offset = since % self.block_size
-        return key + salt + (b"|%d" % offset if salt and offset else b"")
-
-    def _key(
-        self, before: bytes, tokens: Sequence[int], spans: Sequence[ImageSpan], index: int
-    ) -> bytes:
-        """Return the key of block `index`, given the key of the block before it, or the salt."""
+    def _key(self, own: SequencePages, index: int) -> bytes:
+        """Return the key of block `index`; the keys before it are there."""
         start, stop = index * self.block_size, (index + 1) * self.block_size
+        before = own.keys[-1] if own.keys else own.root
+        if start <= own.since < stop:  # where the salt joins in
+            late = own.since - start
+            before += own.salt + (b"|%d" % late if own.salt and late else b"")
         digest = hashlib.sha256(b"%d|" % len(before))  # so that no salt runs into the tokens
         digest.update(before)
-        digest.update(array("q", tokens[start:stop]).tobytes())
-        for span in spans:
+        digest.update(array("q", own.tokens[start:stop]).tobytes())
+        for span in own.spans:
             if span.start < stop and span.stop > start:
                 offset = (span.start - start, min(span.stop, stop) - start, len(span.key))
                 digest.update(b"|%d|%d|%d|" % offset)

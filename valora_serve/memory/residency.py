@@ -11,17 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from valora_serve.errors import AdapterError, BusyError, ServeError
 from valora_serve.memory.block_manager import Owner, PagePool
-
-
-class Copy(Protocol):
-    """A copy to the device under way, such as a CUDA event behind it."""
-
-    def query(self) -> bool:
-        """Return whether it is complete."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -52,44 +45,44 @@ class Entry(Generic[P]):
     users: int = 0  # number of pins
     reading: Future[P] | None = None  # result of `reload`, while its file is read
     urgent: bool = False  # whether it may evict wanted ones once its file is read
-    copied: Copy | None = None  # its copy to the device, while that runs
+    copied: Any = None  # the CUDA event behind its copy to the device, while that runs
+
+    @property
+    def wanted(self) -> bool:
+        """Whether unfinished requests use it."""
+        return self.key in self.residency.wanted
 
 
 class MemoryBudget:
     """Pages and at most `host_bytes` of host memory, which adapters and prefixes share.
 
     Beyond it the least recently loaded ones with a file are dropped, and read again when needed.
-    `idle_pages` are what eviction would free, `held_bytes` what host memory takes.
+    `held_bytes` are what host memory takes.
     """
 
     def __init__(self, pool: PagePool, host_bytes: int | None = None) -> None:
         self.pool = pool
-        self.idle_pages = self.held_bytes = 0
+        self.held_bytes = 0
         self._host_bytes = math.inf if host_bytes is None else host_bytes
-        self._idle: OrderedDict[Entry[Any], None] = OrderedDict()  # least recently used first
+        # Resident ones that are not pinned, the least recently used first.
+        self.idle: dict[Entry[Any], None] = {}
         self._on_host: OrderedDict[Entry[Any], None] = OrderedDict()  # least recently loaded first
         pool.on_short = lambda lacking: self.make_room(pool.free + lacking)
 
-    def mark_idle(self, entry: Entry[Any]) -> None:
-        """Note that an entry is resident and not pinned."""
-        self._idle[entry] = None
-        self.idle_pages += len(entry.pages)
-
-    def mark_used(self, entry: Entry[Any]) -> None:
-        """Note that an entry is pinned, or not resident any more."""
-        del self._idle[entry]
-        self.idle_pages -= len(entry.pages)
-
-    def victims(self, *, urgent: bool) -> list[Entry[Any]]:
-        """Return what may be evicted, in this order; what requests want only if it is urgent."""
-        idle = (entry for entry in self._idle if urgent or entry.key not in entry.residency.wanted)
-        return sorted(idle, key=lambda entry: entry.key in entry.residency.wanted)
+    @property
+    def idle_pages(self) -> int:
+        """Number of pages that eviction would free."""
+        return sum(len(entry.pages) for entry in self.idle)
 
     def make_room(
         self, pages: int, *, urgent: bool = True, slot_of: Residency[Any] | None = None
     ) -> bool:
-        """Evict until this many pages, and a slot, are free; nothing if that cannot be reached."""
-        pool, victims = self.pool, self.victims(urgent=urgent)
+        """Evict until this many pages, and a slot, are free; nothing if that cannot be reached.
+
+        What requests want is evicted last, and only if it is urgent.
+        """
+        pool, idle = self.pool, [one for one in self.idle if urgent or not one.wanted]
+        victims = sorted(idle, key=lambda entry: entry.wanted)
         if slot_of is not None and all(entry.residency is not slot_of for entry in victims):
             return False
         if pages > pool.free + sum(len(entry.pages) for entry in victims):
@@ -161,8 +154,8 @@ class Residency(Generic[P]):
     def __len__(self) -> int:
         return len(self._entries) - len(self._removed)
 
-    def copy(self, entry: Entry[P]) -> Copy | None:
-        """Copy an entry to its pages; return the copy under way, None if it is complete."""
+    def copy(self, entry: Entry[P]) -> Any:
+        """Copy an entry to its pages; return an event behind the copy, None if it is done."""
         raise NotImplementedError
 
     def add(self, key: str, packed: P, reload: Callable[[], P] | None = None) -> None:
@@ -244,20 +237,18 @@ class Residency(Generic[P]):
     def pin(self, key: str) -> None:
         """Protect something on the device from eviction until it is unpinned as often."""
         entry = self._entries[key]
-        if key not in self.resident:
-            raise ValueError(f"{self.kind} {key}: expected a resident one")
+        assert key in self.resident
         if not entry.users:
-            self.budget.mark_used(entry)
+            del self.budget.idle[entry]
         entry.users += 1
 
     def unpin(self, key: str) -> None:
         """Release one pin."""
         entry = self._entries[key]
-        if not entry.users:
-            raise ValueError(f"{self.kind} {key}: expected a pinned one")
+        assert entry.users
         entry.users -= 1
         if not entry.users:
-            self.budget.mark_idle(entry)
+            self.budget.idle[entry] = None
 
     def pinned(self, key: str) -> bool:
         """Return whether something is pinned."""
@@ -270,7 +261,7 @@ class Residency(Generic[P]):
 
     def evict(self, entry: Entry[P]) -> None:
         """Free the pages of something resident that is not pinned."""
-        self.budget.mark_used(entry)
+        del self.budget.idle[entry]
         for page in entry.pages:
             self.budget.pool.give(page)
         if self._free_slots is not None:
@@ -332,7 +323,7 @@ class Residency(Generic[P]):
         self.loading.discard(entry.key)
         self.resident.add(entry.key)
         self.loads += 1
-        self.budget.mark_idle(entry)
+        self.budget.idle[entry] = None
         if entry.key in self._removed:
             self.remove(entry.key)
         else:

@@ -1,16 +1,20 @@
 """Unified memory: KV cache and adapters in one tensor of equal pages (S-LoRA §5.1).
 
 A page holds keys and values of `block_size` tokens in all layers, or rank rows, one after another,
-that address tables locate; so adapters of any rank fit wherever pages are free.
+that address tables locate; so adapters of any rank fit wherever pages are free. Their copies run on
+a CUDA stream of their own, beside steps.
+
+All requests about a context read its prefix's pages, before their own; of a last page that is not
+full each gets a copy, in which its own tokens follow.
 """
 
 from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +24,8 @@ from valora_data.wording import plural
 from valora_kernels.weights import LoraWeights
 from valora_serve.catalogue.adapters import Adapter
 from valora_serve.errors import AdapterError
-from valora_serve.memory.residency import Packed
+from valora_serve.memory.block_manager import Owner, PagePool
+from valora_serve.memory.residency import Entry, MemoryBudget, P, Packed, Residency
 
 ALIGNMENT = 8
 """A rank row starts at a multiple of this many elements in its page: 16 bytes in 16 bits."""
@@ -81,26 +86,6 @@ class PageShape:
         return pages.view(-1, self.layers, 2, self.block_size, self.kv_heads, self.head_dim)
 
 
-class PageRun(NamedTuple):
-    """Rank rows that lie one after another in a page."""
-
-    module: str
-    part: int  # 0 for A, 1 for Bᵀ
-    first: int  # index of the first row
-    rows: int
-    start: int  # of the first row, in elements from the start of the adapter's first page
-    step: int  # elements from the start of a row to the start of the next
-
-
-class Layout(NamedTuple):
-    """Where rank rows lie within an adapter's pages; one layout for all adapters of equal ranks."""
-
-    pages: int
-    elements: int  # from the start of the first page to the end of the last row
-    runs: tuple[PageRun, ...]
-    starts: NDArray[np.int64]  # [2, projections, rank], of rows of A and of Bᵀ; -1 for none
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedAdapter(Packed):
     """An adapter in host memory, laid out as in its pages."""
@@ -108,7 +93,9 @@ class PackedAdapter(Packed):
     rank: int  # the largest of its modules; the others are filled up with zero rows
     scaling: float  # of B·A, for all modules
     groups: frozenset[str]  # names of the groups of linears that it changes
-    layout: Layout
+    # [2, projections, rank], where rows of A and of Bᵀ start in its pages, counted in elements
+    # from the start of the first one; -1 for no row.
+    starts: NDArray[np.int64]
     buffer: torch.Tensor  # [elements] in the memory's dtype; pinned for a GPU
 
 
@@ -117,7 +104,10 @@ class PackedPrefix(Packed):
     """The prefix of a context in host memory, laid out as in its pages."""
 
     tokens: int
-    buffer: torch.Tensor  # [pages, elements of a page] in the memory's dtype; pinned for a GPU
+    buffer: torch.Tensor  # [pages · elements of a page], likewise
+
+
+T = TypeVar("T", PackedAdapter, PackedPrefix)
 
 
 class UnifiedMemory:
@@ -149,7 +139,8 @@ class UnifiedMemory:
         # which absent rank rows are read.
         self.storage = torch.zeros(self._zeros + widest, dtype=dtype, device=device)
         self.device = self.storage.device
-        blocks = page.view(self.storage[: self._zeros])
+        self._held = self.storage[: self._zeros].view(pages, page.elements)
+        blocks = page.view(self._held)
         # Keys and values of each layer, two views [pages, block_size, kv_heads, head_dim].
         self.kv = [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(page.layers)]
         count = sum(len(group.modules) for group in groups)
@@ -180,40 +171,10 @@ class UnifiedMemory:
             )
             for index, module in enumerate(group.modules):
                 self._projections[module] = first + index, index, group
-        self._layouts: dict[tuple[tuple[str, int], ...], Layout] = {}
-
-    def _layout(self, ranks: Mapping[str, int]) -> Layout:
-        key = tuple((module, ranks[module]) for module in self._projections if module in ranks)
-        if key not in self._layouts:
-            self._layouts[key] = self._lay_out(key)
-        return self._layouts[key]
-
-    def _lay_out(self, ranks: Sequence[tuple[str, int]]) -> Layout:
-        size = self.page.elements
-        largest = max(rank for _, rank in ranks)
-        starts = np.full((2, len(self._projections), largest), -1, dtype=np.int64)
-        runs = []
-        end = 0
-        for module, rank in ranks:
-            number, index, group = self._projections[module]
-            for part, width in enumerate((group.a_width, group.b_widths[index])):
-                step = min(-(-width // ALIGNMENT) * ALIGNMENT, size)
-                row = 0
-                while row < rank:
-                    free = (size - end % size) // step
-                    if not free:
-                        end += size - end % size
-                        continue
-                    count = min(free, rank - row)
-                    starts[part, number, row : row + count] = end + step * np.arange(count)
-                    runs.append(PageRun(module, part, row, count, end, step))
-                    row += count
-                    end += count * step
-        return Layout(-(-end // size), end, tuple(runs), starts)
 
     def pack(self, adapter: Adapter) -> PackedAdapter:
         """Lay out an adapter in host memory as in its pages, in any thread; or `AdapterError`."""
-        called = f"adapter {adapter.folder}"
+        called, size = f"adapter {adapter.folder}", self.page.elements
         if adapter.rank > self.max_rank:
             raise AdapterError(
                 f"{called} has rank {adapter.rank}, the engine's max_rank is {self.max_rank}: "
@@ -222,34 +183,47 @@ class UnifiedMemory:
         for module in adapter.modules:
             if module not in self._projections:
                 raise AdapterError(f"{called} changes {module}, which this engine cannot adapt")
-        layout = self._layout({module: len(pair.a) for module, pair in adapter.modules.items()})
-        self._check_pages(layout.pages, called, "start the engine with more memory")
-        buffer = host_memory(layout.elements, self.storage.dtype)
-        for run in layout.runs:
-            pair = adapter.modules[run.module]
-            _, index, group = self._projections[run.module]
-            a, b = pair.a, pair.b
+        starts = np.full((2, len(self._projections), adapter.rank), -1, np.int64)
+        runs = []  # rows that follow each other in a page, where they start, how far they are apart
+        groups, end = set(), 0
+        for module, (number, index, group) in self._projections.items():
+            if (pair := adapter.modules.get(module)) is None:
+                continue
+            groups.add(group.name)
+            a, b = pair.a, pair.b.T
             if group.share is not None:
-                a, b = a[:, group.share.inputs], b[group.share.outputs[index]]
-            part = (b.T if run.part else a)[run.first : run.first + run.rows]
-            if run.part == 1 and pair.scaling != adapter.scaling:
-                part = part.float() * (pair.scaling / adapter.scaling)
-            end = run.start + run.rows * run.step
-            target = buffer[run.start : end].view(run.rows, run.step)
-            target[:, : part.shape[1]] = part
-        self._check_finite(buffer, called)
-        packed = PackedAdapter(
-            content=adapter.content,
-            pages=layout.pages,
-            bytes=buffer.nbytes,
-            rank=adapter.rank,
-            scaling=adapter.scaling,
-            groups=frozenset(self._projections[module][2].name for module in adapter.modules),
-            layout=layout,
-            buffer=buffer,
+                a, b = a[:, group.share.inputs], b[:, group.share.outputs[index]]
+            if pair.scaling != adapter.scaling:
+                b = b.float() * (pair.scaling / adapter.scaling)
+            for part, rows in enumerate((a, b)):
+                step = min(-(-rows.shape[1] // ALIGNMENT) * ALIGNMENT, size)
+                row = 0
+                while row < len(rows):
+                    if not (fitting := (size - end % size) // step):
+                        end += size - end % size
+                        continue
+                    run = rows[row : row + fitting]
+                    starts[part, number, row : row + len(run)] = end + step * np.arange(len(run))
+                    runs.append((run, end, step))
+                    row += len(run)
+                    end += len(run) * step
+        pages, buffer = self._allocate(end, called, "start the engine with more memory")
+        for run, start, step in runs:
+            target = buffer[start : start + len(run) * step].view(len(run), step)
+            target[:, : run.shape[1]] = run
+        return self._finish(
+            PackedAdapter(
+                content=adapter.content,
+                pages=pages,
+                bytes=buffer.nbytes,
+                rank=adapter.rank,
+                scaling=adapter.scaling,
+                groups=frozenset(groups),
+                starts=starts,
+                buffer=buffer,
+            ),
+            called,
         )
-        self._lock(packed, buffer)
-        return packed
 
     def pack_prefix(
         self, name: str, content: str, keys: torch.Tensor, values: torch.Tensor
@@ -266,10 +240,9 @@ class UnifiedMemory:
                 f"has {page.layers} with {page.kv_heads} of {page.head_dim}: make it for this base "
                 "model"
             )
-        count = -(-tokens // page.block_size)
         remedy = "start the engine with more memory, or make a context of fewer tokens"
-        self._check_pages(count, called, remedy)
-        buffer = host_memory(count * page.elements, self.storage.dtype)
+        elements = -(-tokens // page.block_size) * page.elements
+        count, buffer = self._allocate(elements, called, remedy)
         # [2, layers, kv_heads, pages, block_size, head_dim]
         placed = page.view(buffer).permute(2, 1, 4, 0, 3, 5)
         full, rest = divmod(tokens, page.block_size)
@@ -279,23 +252,40 @@ class UnifiedMemory:
                 target[:, :, :full] = part[:, :, :end].unflatten(2, (full, page.block_size))
             if rest:
                 target[:, :, full, :rest] = part[:, :, end:]
-        self._check_finite(buffer, called)
-        packed = PackedPrefix(content, count, buffer.nbytes, tokens, buffer.view(count, -1))
-        self._lock(packed, buffer)
-        return packed
+        return self._finish(PackedPrefix(content, count, buffer.nbytes, tokens, buffer), called)
 
-    def _check_pages(self, pages: int, called: str, remedy: str) -> None:
+    def _allocate(self, elements: int, called: str, remedy: str) -> tuple[int, torch.Tensor]:
+        """Return pages that so many elements take, and as many zeros in host memory."""
+        pages = -(-elements // self.page.elements)
         if pages > self.pages - 1:  # one is for rows that fill a step up
             raise AdapterError(
                 f"{called} needs {plural(pages, 'page')}, there are {self.pages - 1}: {remedy}"
             )
+        # On memory pages of their own, so that each buffer can be locked alone.
+        dtype = self.storage.dtype
+        return pages, torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
+
+    def _finish(self, packed: T, called: str) -> T:
+        """Check values and lock them for copies to a GPU (torch's such memory has powers of 2)."""
+        buffer = packed.buffer
+        if not bool(buffer.abs().max().isfinite()):  # of a NaN it is NaN; much faster than all()
+            raise AdapterError(
+                f"{called} has values beyond the range of {buffer.dtype}: serve it in another dtype"
+            )
+        if self.device.type == "cuda":
+            status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+            if status != 0:
+                raise AdapterError(
+                    f"cannot lock {buffer.nbytes} bytes of host memory (CUDA error {status}): "
+                    "serve fewer adapters and contexts, or set a smaller host_bytes"
+                )
+            weakref.finalize(packed, _unlock, buffer).atexit = False
+        return packed
 
     def write(self, packed: PackedAdapter, pages: Sequence[int], slot: int) -> None:
         """Copy an adapter to its pages and its slot's address tables, on the current stream."""
-        size, starts = self.page.elements, packed.layout.starts
-        for number, page in enumerate(pages):
-            part = packed.buffer[number * size : (number + 1) * size]
-            self.storage[page * size : page * size + len(part)].copy_(part, non_blocking=True)
+        self.write_pages(packed, pages)
+        size, starts = self.page.elements, packed.starts
         held = np.asarray(pages, dtype=np.int64)
         rows = np.where(starts < 0, self._zeros, held[starts // size] * size + starts % size)
         table = self._on_host[slot]
@@ -304,47 +294,21 @@ class UnifiedMemory:
         self._table.copy_(table, non_blocking=True)
         self._tables[:, :, slot] = self._table
 
-    def write_pages(self, packed: PackedPrefix, pages: Sequence[int]) -> None:
-        """Copy a prefix to its pages, on the current stream."""
-        size = self.page.elements
-        for page, part in zip(pages, packed.buffer, strict=True):
-            self.storage[page * size : (page + 1) * size].copy_(part, non_blocking=True)
+    def write_pages(self, packed: PackedAdapter | PackedPrefix, pages: Sequence[int]) -> None:
+        """Copy an adapter or a prefix to its pages, on the current stream."""
+        for page, part in zip(pages, packed.buffer.split(self.page.elements), strict=True):
+            self._held[page, : len(part)].copy_(part, non_blocking=True)
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page on the device, on the current stream."""
-        size = self.page.elements
-        part = self.storage[source * size : (source + 1) * size]
-        self.storage[target * size : (target + 1) * size].copy_(part)
+        self._held[target].copy_(self._held[source])
 
     def read_tokens(self, table: Sequence[int], tokens: int) -> torch.Tensor:
         """Copy a sequence's first keys and values: [2, layers, kv_heads, tokens, head_dim]."""
         where = torch.tensor(table[: -(-tokens // self.page.block_size)], device=self.device)
-        held = self.page.view(self.storage[: self._zeros])[where]
+        held = self.page.view(self._held)[where]
         tokenwise = held.permute(2, 1, 4, 0, 3, 5).flatten(3, 4)
         return tokenwise[:, :, :, :tokens].contiguous()
-
-    def _check_finite(self, buffer: torch.Tensor, called: str) -> None:
-        if not bool(buffer.abs().max().isfinite()):  # of a NaN it is NaN; much faster than all()
-            raise AdapterError(
-                f"{called} has values beyond the range of {buffer.dtype}: serve it in another dtype"
-            )
-
-    def _lock(self, packed: Packed, buffer: torch.Tensor) -> None:
-        """Lock memory for copies to a GPU while `packed` lives; torch's has powers of two."""
-        if self.device.type != "cuda":
-            return
-        status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-        if status != 0:
-            raise AdapterError(
-                f"cannot lock {buffer.nbytes} bytes of host memory (CUDA error {status}): serve "
-                "fewer adapters and contexts, or set a smaller host_bytes"
-            )
-        weakref.finalize(packed, _unlock, buffer).atexit = False
-
-
-def host_memory(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros on memory pages of their own, so that each buffer can be locked alone."""
-    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize), dtype=dtype)
 
 
 _unlocking: list[torch.Tensor] = []
@@ -355,3 +319,103 @@ def _unlock(buffer: torch.Tensor) -> None:
     _unlocking.append(buffer)
     while _unlocking and not torch.cuda.is_current_stream_capturing():
         torch.cuda.cudart().cudaHostUnregister(_unlocking.pop().data_ptr())
+
+
+class DeviceResidency(Residency[P]):
+    """Things of one kind, by key, in pages of a device."""
+
+    def __init__(
+        self, memory: UnifiedMemory, budget: MemoryBudget, slots: int | None = None
+    ) -> None:
+        cuda = memory.device.type == "cuda"
+        super().__init__(budget, slots=slots, background=cuda)
+        self._memory = memory
+        self._stream = torch.cuda.Stream(memory.device) if cuda else None
+
+    def _write(self, entry: Entry[P]) -> None:
+        raise NotImplementedError
+
+    def copy(self, entry: Entry[P]) -> torch.cuda.Event | None:
+        """Copy an entry to its pages; return what is recorded behind the copy on a GPU."""
+        if self._stream is None:
+            self._write(entry)
+            return None
+        # Steps that were launched may still read what the pages held before.
+        self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
+        with torch.cuda.stream(self._stream):
+            self._write(entry)
+            copied = torch.cuda.Event()
+            copied.record()
+        return copied
+
+
+class AdapterMemory(DeviceResidency[PackedAdapter]):
+    """The adapters of an engine, by key."""
+
+    kind = "adapter"
+    owner = Owner.ADAPTER
+
+    def __init__(
+        self, memory: UnifiedMemory, pool: PagePool, *, host_bytes: int | None = None
+    ) -> None:
+        super().__init__(memory, MemoryBudget(pool, host_bytes), memory.slots)
+        # [slots] int32, rank of the adapter in each slot, 0 for an empty slot.
+        self.ranks: NDArray[np.int32] = np.zeros(memory.slots, np.int32)
+        # [slots] float32, scaling of the adapter in each slot.
+        self.scalings: NDArray[np.float32] = np.zeros(memory.slots, np.float32)
+        # Adapters that must not be merged into the base weights, each with the reason.
+        self.unmergeable: dict[str, str] = {}
+        # Those of them that no request may use until they are loaded again.
+        self.quarantined: dict[str, str] = {}
+        # Keys of the adapters that were merged once, with finite weights.
+        self.proven: set[str] = set()
+
+    def add(
+        self,
+        key: str,
+        packed: PackedAdapter,
+        reload: Callable[[], PackedAdapter] | None = None,
+        *,
+        unmergeable: str | None = None,
+    ) -> None:
+        """Add an adapter, out of quarantine; `unmergeable` says why it must not be merged."""
+        self._clear(key)
+        if unmergeable is not None:
+            self.unmergeable[key] = unmergeable
+        super().add(key, packed, reload)
+
+    def remove(self, key: str) -> None:
+        """Forget an adapter and what was found out about it; see `Residency.remove`."""
+        super().remove(key)
+        self._clear(key)
+
+    def _clear(self, key: str) -> None:
+        self.unmergeable.pop(key, None)
+        self.quarantined.pop(key, None)
+        self.proven.discard(key)
+
+    def evict(self, entry: Entry[PackedAdapter]) -> None:
+        """Free the pages and the slot of a resident adapter."""
+        self.ranks[entry.slot] = self.scalings[entry.slot] = 0
+        super().evict(entry)
+
+    def _write(self, entry: Entry[PackedAdapter]) -> None:
+        assert entry.packed is not None
+        self._memory.write(entry.packed, entry.pages, entry.slot)
+        self.ranks[entry.slot] = entry.packed.rank
+        self.scalings[entry.slot] = entry.packed.scaling
+
+
+class PrefixMemory(DeviceResidency[PackedPrefix]):
+    """The prefixes of an engine's contexts, by key."""
+
+    kind = "context"
+    owner = Owner.CONTEXT
+
+    def copy_rest(self, key: str, page: int) -> None:
+        """Copy the last page of a resident prefix into a request's page, on the current stream."""
+        self._memory.copy_page(self.held(key)[-1], page)
+
+    def _write(self, entry: Entry[PackedPrefix]) -> None:
+        assert entry.packed is not None
+        self._memory.write_pages(entry.packed, entry.pages)

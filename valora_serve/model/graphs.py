@@ -1,98 +1,73 @@
-"""Captured steps: CUDA graphs of decode steps, and of the layers of steps with prompts.
+"""CUDA graphs of decode steps, of the layers of steps with prompts, and of vision encoders.
 
 A graph's inputs lie in buffers of fixed size and address, and smaller steps are padded. Graphs are
-captured for some numbers of rows, each with zero, one and two LoRA terms per row.
+captured for some numbers of rows, each with zero, one and two LoRA terms per row; of images of one
+shape for some numbers of them, or for some numbers of windows of an image of any shape.
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from valora_data.models.base import IMAGE, PIXELS
 from valora_kernels.metadata import LoraBatch
-from valora_serve.model.attention.base import FixedAttentionPlan, Rows, pinned
+from valora_serve.model.attention.base import FixedAttentionPlan, Rows, pinned, to_device
 from valora_serve.model.lmm import VisualRows
+from valora_serve.model.prompt import Visual, VisualFeatures
 from valora_serve.model.sampler import finite_rows
 from valora_serve.model.work import (
     CROWDED,
     DECODE,
     PROMPT,
+    VISION,
     LoraTerms,
     Preparation,
+    Replay,
     StepResources,
     Work,
 )
 
-Replay: TypeAlias = Callable[[], None]
+log = logging.getLogger(__name__)
+
+WINDOWS = (4, 8, 16, 32, 64, 128)  # numbers that are captured; a window has 112 × 112 pixels
+KNOWN = 256  # image sizes whose arrangement stays on the device
 
 
-G = TypeVar("G")
+@dataclass(slots=True)
+class Graph:
+    """A captured function of buffers, of fixed size and address."""
+
+    replay: Replay
+    inputs: list[Tensor]
+    results: list[Tensor]  # are overwritten by the next replay, maybe that of another graph
+    plan: FixedAttentionPlan | None = None  # None for images
+    lora: LoraBatch | None = None  # None without LoRA terms
+    sequences: int = 0  # most of a step with prompts
 
 
-class GraphRecorder:
-    """Captures functions as CUDA graphs in one memory pool; without a GPU they run again."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pool: Any = None
-
-    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Replay, list[Tensor]]:
-        """Warm a function of buffers up and capture it; return its replay and its results."""
-        found: list[Tensor] = []
-
-        def run_again() -> None:
-            new = run()
-            if not found:
-                found.extend(new)
-            for buffer, one in zip(found, new, strict=True):
-                buffer.copy_(one)
-
-        with torch.inference_mode():
-            if self._device.type != "cuda":
-                return run_again, found
-            # This compiles kernels, which a capture cannot. On the stream of eager steps, as torch
-            # keeps the memory of each stream for that stream.
-            run()
-            torch.cuda.synchronize(self._device)
-            graph = torch.cuda.CUDAGraph()
-            # Another thread may pack adapters meanwhile, which locks host memory.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                found.extend(run())
-        if self._pool is None:
-            self._pool = graph.pool()
-        return graph.replay, found
-
-    def forget(self) -> None:
-        """Take a new pool as all graphs are dropped: torch captures into none without graphs."""
-        self._pool = None
-
-
-def _holds(plan: FixedAttentionPlan, tables: Sequence[Sequence[int]]) -> bool:
-    return plan.max_pages is None or sum(map(len, tables)) <= plan.max_pages
-
-
-class Graphs(ABC, Generic[G]):
+class Graphs(ABC):
     """Captured steps of one kind by their number of rows and of LoRA terms."""
 
     rows_per_adapter = 1  # in a typical step, by which the LoRA tiles of a graph are chosen
 
-    def __init__(
-        self, kind: str, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
-    ) -> None:
-        self.kind, self._resources, self._recorder = kind, resources, recorder
+    def __init__(self, kind: str, resources: StepResources, sizes: Sequence[int]) -> None:
+        self.kind, self._resources = kind, resources
         # Numbers of rows of the steps that are or will be captured, ascending.
         self.sizes = sorted(sizes)
-        self.held: dict[tuple[int, int], G] = {}
+        self.held: dict[tuple[int, int], Graph] = {}
         self.stale: set[tuple[int, int]] = set()  # are replayed until they are captured again
         # The graphs of a size share one plan, as a step is planned just before its replay.
-        self._plans: dict[int, FixedAttentionPlan] = {}
+        self._plans: dict[int, FixedAttentionPlan | None] = {}
 
     def forget(self) -> None:
         """Drop all graphs."""
@@ -126,67 +101,67 @@ class Graphs(ABC, Generic[G]):
         self.stale.discard((size, terms))
         return True
 
-    def _best(self, rows: int, terms: int) -> G | None:
-        """Return the smallest captured step of at least so many rows, and note what is missing."""
+    def _best(self, rows: int, terms: int, tables: Sequence[Sequence[int]] = ()) -> Graph | None:
+        """The smallest captured step of at least so many rows, unless its page tables are longer.
+
+        Notes what is missing.
+        """
         first = bisect_left(self.sizes, rows)
         if self._resources.left and first < len(self.sizes):
             wanted = Preparation(self.kind, self.sizes[first], terms)
             if wanted in self._resources.left:
                 self._resources.missed[wanted] = None
         fitting = (self.held.get((size, terms)) for size in self.sizes[first:])
-        return next((graph for graph in fitting if graph is not None), None)
+        graph = next((graph for graph in fitting if graph is not None), None)
+        limit = graph.plan.max_pages if graph is not None and graph.plan is not None else None
+        return None if limit is not None and sum(map(len, tables)) > limit else graph
+
+    def _fill(self, graph: Graph, rows: Rows, terms: LoraTerms | None, size: int) -> None:
+        """Describe a step to the plan and the adapters of its graph."""
+        assert graph.plan is not None
+        graph.plan.update(rows)
+        if graph.lora is not None and terms is not None:
+            terms.fill(graph.lora, self._resources.adapters, size)
 
     def typical(self, size: int, terms: int) -> LoraBatch | None:
         """Return typical adapters of a step, for which its graph is captured; None without any."""
-        distinct = size // self.rows_per_adapter
-        return self._resources.typical_batch(size, terms, distinct) if terms else None
-
-    def _plan_of(
-        self, size: int, make: Callable[[], FixedAttentionPlan | None]
-    ) -> FixedAttentionPlan | None:
-        plan = self._plans.get(size) or make()
-        if plan is not None:
-            self._plans[size] = plan
-        return plan
+        if not terms:
+            return None
+        resources, segments = self._resources, min(size, self._resources.max_segments)
+        device, scratch = resources.lmm.device, resources.scratch
+        lora = LoraBatch(size, segments, device, fixed=True, scratch=scratch)
+        resources.fill_typical(lora, size, terms, size, size // self.rows_per_adapter)
+        return lora
 
     @abstractmethod
-    def _capture(self, size: int, terms: int) -> G | None:
+    def _capture(self, size: int, terms: int) -> Graph | None:
         """Capture one step; None if the attention backend has no plan for it."""
 
 
-@dataclass(slots=True)
-class DecodeGraph:
-    """A captured decode step of a fixed number of rows, from last tokens to next tokens."""
+class DecodeGraphs(Graphs):
+    """Captured decode steps by their number of rows and of LoRA terms.
 
-    replay: Replay
-    plan: FixedAttentionPlan
-    lora: LoraBatch | None  # None without LoRA terms
-    # [4, rows] int64 on the device: each row's place in `StepResources.last_tokens`, and its
-    # position in time, height and width.
-    inputs: Tensor
-    logits: Tensor  # [rows, vocabulary] float32, written by a replay of any graph
-    results: list[Tensor]  # their argmax [rows] int64, and whether they are finite [rows] bool
-    staging: list[Tensor]  # two page-locked copies of `inputs`, used in turn
-    events: list[torch.cuda.Event]  # end of the last copy of each to the device; none on a CPU
-    turn: int = 0  # staging buffer used last
-
-
-class DecodeGraphs(Graphs[DecodeGraph]):
-    """Captured decode steps by their number of rows and of LoRA terms."""
+    Their input is [4, rows] int64: each row's place in `StepResources.last_tokens`, and its
+    position in time, height and width. Results are logits [rows, vocabulary] float32, their argmax
+    [rows] int64, and whether they are finite [rows] bool.
+    """
 
     rows_per_adapter = 2
 
-    def __init__(
-        self, resources: StepResources, recorder: GraphRecorder, sizes: Sequence[int]
-    ) -> None:
-        super().__init__(DECODE, resources, recorder, sizes)
-        lmm = resources.lmm
+    def __init__(self, resources: StepResources, sizes: Sequence[int]) -> None:
+        super().__init__(DECODE, resources, sizes)
+        lmm, largest = resources.lmm, max(sizes, default=0)
         # Of all graphs: what one has written is read before the next is replayed.
-        self._logits = torch.zeros((max(sizes, default=0), lmm.vocabulary), device=lmm.device)
+        self._logits = torch.zeros((largest, lmm.vocabulary), device=lmm.device)
+        # Page-locked inputs, used in turn, and the ends of their last copies.
+        self._staging = [pinned(np.zeros(4 * largest, np.int64)) for _ in range(2)]
+        cuda = lmm.device.type == "cuda"
+        self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []
+        self._turn = 0
 
-    def _capture(self, size: int, terms: int) -> DecodeGraph | None:
+    def _capture(self, size: int, terms: int) -> Graph | None:
         resources = self._resources
-        plan = self._plan_of(size, lambda: resources.backend.decode_plan(size))
+        plan = self._plans[size] = self._plans.get(size) or resources.backend.decode_plan(size)
         if plan is None:
             return None
         lmm, last_tokens, logits = resources.lmm, resources.last_tokens, self._logits[:size]
@@ -206,79 +181,59 @@ class DecodeGraphs(Graphs[DecodeGraph]):
                 last_tokens[inputs[0]] = tokens
             return tokens, finite_rows(logits)
 
-        replay, results = self._recorder.record(run)
-        staging = [pinned(np.zeros((4, size), np.int64)) for _ in range(2)]
-        events = [torch.cuda.Event() for _ in range(2)] if lmm.device.type == "cuda" else []
-        return DecodeGraph(replay, plan, lora, inputs, logits, results, staging, events)
+        replay, results = resources.recorder.record(run)
+        return Graph(replay, [inputs], results, plan, lora)
 
-    def find(self, works: Sequence[Work], terms: LoraTerms | None) -> DecodeGraph | None:
+    def find(self, works: Sequence[Work], terms: LoraTerms | None) -> Graph | None:
         """The smallest graph that holds a step; None unless all its works only decode."""
         if not self.sizes or len(works) > self.sizes[-1]:
             return None
         if any(w.tokens is not None or w.choice is None or w.keep is not None for w in works):
             return None
-        graph = self._best(len(works), 0 if terms is None else terms.width)
-        if graph is None or not _holds(graph.plan, [work.table for work in works]):
-            return None
-        return graph
+        return self._best(len(works), terms.width if terms else 0, [work.table for work in works])
 
     def replay(
-        self, graph: DecodeGraph, works: Sequence[Work], terms: LoraTerms | None
+        self, graph: Graph, works: Sequence[Work], terms: LoraTerms | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Enqueue a decode step on the graph that `find` returned for it.
 
-        Returns for every work logits [works, vocabulary] float32, argmax [works] int64, whether
-        they are finite [works] bool, its slot in `StepResources.last_tokens` [works] int64.
+        Returns for every work logits, argmax, whether they are finite, and its slot in
+        `StepResources.last_tokens` [works] int64.
         """
-        size, count = graph.inputs.shape[1], len(works)
-        graph.turn ^= 1
-        if graph.events:
-            graph.events[graph.turn].synchronize()  # its copy was enqueued two steps ago
-        staging = graph.staging[graph.turn].numpy()
-        staging[0, count:] = self._resources.max_requests
-        staging[1:, count:] = 0
-        staging[0, :count] = [work.slot for work in works]
-        staging[1:, :count] = [work.start + work.delta for work in works]
-        graph.inputs.copy_(graph.staging[graph.turn], non_blocking=True)
-        if graph.events:
-            graph.events[graph.turn].record()
+        (inputs,), count = graph.inputs, len(works)
+        size = inputs.shape[1]
+        self._turn ^= 1
+        if self._copied:
+            self._copied[self._turn].synchronize()  # its copy was enqueued two steps ago
+        staging = self._staging[self._turn][: 4 * size].view(4, size)
+        host = staging.numpy()
+        host[0, count:] = self._resources.max_requests
+        host[1:, count:] = 0
+        host[0, :count] = [work.slot for work in works]
+        host[1:, :count] = [work.start + work.delta for work in works]
+        inputs.copy_(staging, non_blocking=True)
+        if self._copied:
+            self._copied[self._turn].record()
         lengths = np.ones(size, np.int32)
         lengths[:count] = [work.start + 1 for work in works]
         tables = [work.table for work in works] + [[0]] * (size - count)
-        graph.plan.update(Rows(np.arange(size + 1, dtype=np.int32), lengths, tables))
-        if graph.lora is not None and terms is not None:
-            terms.fill(graph.lora, self._resources.adapters, size)
+        rows = Rows(np.arange(size + 1, dtype=np.int32), lengths, tables)
+        self._fill(graph, rows, terms, size)
         graph.replay()
         tokens, finite = graph.results
-        return graph.logits[:count], tokens[:count], finite[:count], graph.inputs[0, :count]
+        return self._logits[:count], tokens[:count], finite[:count], inputs[0, :count]
 
 
-@dataclass(slots=True)
-class PromptGraph:
-    """The captured layers of a step of up to a fixed number of rows, with or without prompts."""
+class PromptGraphs(Graphs):
+    """Captured layers of steps with prompts; `crowded` ones for steps in which many rows decode.
 
-    replay: Replay
-    plan: FixedAttentionPlan
-    sequences: int  # most of a step
-    lora: LoraBatch | None  # None without LoRA terms
-    embedded: Tensor  # [rows, width], input of the first layer; begins all graphs' buffer
-    positions: Tensor  # [rows] or [3, rows] int64
-    hidden: Tensor  # [rows, width] after the final norm, written by a replay of any graph
-
-
-class PromptGraphs(Graphs[PromptGraph]):
-    """Captured layers of steps with prompts; `crowded` ones for steps in which many rows decode."""
+    Their inputs are the first layer's [rows, width] and positions [rows] or [3, rows] int64.
+    """
 
     rows_per_adapter = 128
 
-    def __init__(
-        self,
-        resources: StepResources,
-        recorder: GraphRecorder,
-        sizes: Sequence[int],
-        kind: str = PROMPT,
-    ) -> None:
-        super().__init__(kind, resources, recorder, sizes)
+    def __init__(self, resources: StepResources, sizes: Sequence[int], kind: str = PROMPT) -> None:
+        super().__init__(kind, resources, sizes)
         lmm = resources.lmm
         with torch.inference_mode():  # as in eager steps, or torch compiles the layers twice
             # Of all graphs, as are `DecodeGraphs._logits`.
@@ -290,11 +245,11 @@ class PromptGraphs(Graphs[PromptGraph]):
         backend = self._resources.backend
         return min(rows, self._resources.max_requests, backend.max_mixed)
 
-    def _capture(self, size: int, terms: int) -> PromptGraph | None:
+    def _capture(self, size: int, terms: int) -> Graph | None:
         resources, backend, lmm = self._resources, self._resources.backend, self._resources.lmm
         make = backend.crowded_plan if self.kind == CROWDED else backend.mixed_plan
         sequences = self.sequences_of(size)
-        plan = self._plan_of(size, lambda: make(sequences, size))
+        plan = self._plans[size] = self._plans.get(size) or make(sequences, size)
         if plan is None:
             return None
         table = [0] * -(-size // resources.cache.block_size)
@@ -310,12 +265,10 @@ class PromptGraphs(Graphs[PromptGraph]):
                 hidden.copy_(lmm.forward(embedded, positions, plan))
             return ()
 
-        replay, _ = self._recorder.record(run)
-        return PromptGraph(replay, plan, sequences, lora, embedded, positions, hidden)
+        replay, _ = resources.recorder.record(run)
+        return Graph(replay, [embedded, positions], [hidden], plan, lora, sequences)
 
-    def find(
-        self, rows: Rows, terms: LoraTerms | None, visual: VisualRows | None
-    ) -> PromptGraph | None:
+    def find(self, rows: Rows, terms: LoraTerms | None, visual: VisualRows | None) -> Graph | None:
         """The smallest graph that holds a step."""
         used = int(rows.starts[-1])
         if not self.sizes or used > self.sizes[-1]:
@@ -324,28 +277,151 @@ class PromptGraphs(Graphs[PromptGraph]):
             return None  # these images also change the output of later layers
         if rows.seen is not None:
             return None  # a graph's rows see the tokens up to their own
-        graph = self._best(used, 0 if terms is None else terms.width)
-        if graph is None or len(rows.lengths) > graph.sequences:
-            return None
-        return graph if _holds(graph.plan, rows.tables) else None
+        graph = self._best(used, terms.width if terms else 0, rows.tables)
+        return None if graph is None or len(rows.lengths) > graph.sequences else graph
 
     def replay(
-        self,
-        graph: PromptGraph,
-        embedded: Tensor,
-        positions: Tensor,
-        rows: Rows,
+        self, graph: Graph, embedded: Tensor, positions: Tensor, rows: Rows,
         terms: LoraTerms | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Enqueue the layers of a step on the graph that `find` returned; until the next replay.
 
-        `embedded` and what is returned are [rows, width], `positions` [rows] or [3, rows] int64.
+        `embedded` and what is returned (after the final norm) are [rows, width].
         """
-        used, size = len(embedded), len(graph.embedded)
-        graph.embedded[:used] = embedded
-        graph.positions[..., :used] = positions
-        graph.plan.update(rows)
-        if graph.lora is not None and terms is not None:
-            terms.fill(graph.lora, self._resources.adapters, size)
+        used = len(embedded)
+        graph.inputs[0][:used] = embedded
+        graph.inputs[1][..., :used] = positions
+        self._fill(graph, rows, terms, len(graph.inputs[0]))
         graph.replay()
-        return graph.hidden[:used]
+        return graph.results[0][:used]
+
+
+class ImageGraphs(Graphs):
+    """Captured encoders by their number of images; adapters of the tower run without a graph."""
+
+    def missing(self, terms: int) -> list[int]:
+        """Return the sizes that are not captured; images have no LoRA terms."""
+        return [] if terms else super().missing(0)
+
+    def _inputs(self, size: int) -> list[Tensor]:
+        """Buffers of the encoder's inputs: pixels [images, channels, height, width] first."""
+        lmm = self._resources.lmm
+        assert lmm.pixel_shape is not None
+        return [torch.zeros((size, *lmm.pixel_shape), dtype=lmm.dtype, device=lmm.device)]
+
+    def _embed(self, inputs: list[Tensor]) -> Tensor:
+        """[images, visual tokens, width]."""
+        lmm = self._resources.lmm
+        return torch.stack(
+            lmm.architecture.visual_features(lmm.model, {PIXELS[IMAGE]: inputs[0]})[0]
+        )
+
+    def _capture(self, size: int, terms: int) -> Graph | None:
+        """Capture one size; None if this encoder waits for the host, which no graph can."""
+        with torch.inference_mode():
+            inputs = self._inputs(size)
+            try:
+                replay, results = self._resources.recorder.record(lambda: (self._embed(inputs),))
+                if not results:  # without a GPU
+                    replay()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                log.warning("the vision encoder runs without CUDA graphs: %s", error)
+                return None
+        return Graph(replay, inputs, results)
+
+    def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures] | None:
+        """Encode visuals of one kind and shape without adapters; None if no graph holds them."""
+        if not self.sizes:
+            return None
+        shape = 1, *(self._resources.lmm.pixel_shape or ())
+        pixels = [visual.tensors.get(PIXELS[IMAGE]) for visual in visuals]
+        fitting = [one for one in pixels if one is not None and tuple(one.shape) == shape]
+        if len(fitting) < len(visuals) or any(len(visual.tensors) > 1 for visual in visuals):
+            return None
+        found: list[VisualFeatures] = []
+        while len(found) < len(fitting):
+            part = fitting[len(found) : len(found) + self.sizes[-1]]
+            graph = self._best(len(part), 0)
+            if graph is None:
+                return None
+            held = graph.inputs[0]
+            held[: len(part)].copy_(_on_host(torch.cat(part), held), non_blocking=True)
+            graph.replay()
+            # The next replay of any graph may overwrite them.
+            found += [VisualFeatures(one.clone()) for one in graph.results[0][: len(part)]]
+        return found
+
+
+class WindowGraphs(ImageGraphs):
+    """Captured encoders of one image of any size, by numbers of windows (Qwen2.5-VL)."""
+
+    def __init__(self, encoder: Any, *resources: Any) -> None:
+        super().__init__(*resources)
+        self._encoder = encoder
+        self._arranged = lru_cache(KNOWN)(self._arrange)
+
+    def _inputs(self, size: int) -> list[Tensor]:
+        """Pixels of each slot, zeros where there is no patch; its row and column; whether it is."""
+        slots, lmm = size * self._encoder.slots, self._resources.lmm
+        return [
+            torch.zeros((slots, self._encoder.columns), dtype=lmm.dtype, device=lmm.device),
+            torch.zeros((slots, 2), dtype=torch.int64, device=lmm.device),
+            torch.ones(slots, dtype=torch.bool, device=lmm.device),
+        ]
+
+    def _embed(self, inputs: list[Tensor]) -> Tensor:
+        """[merged slots, width]."""
+        found: Tensor = self._encoder.encode(*inputs)
+        return found
+
+    def encode(self, visuals: Sequence[Visual]) -> list[VisualFeatures] | None:
+        """Encode images or videos of one kind; None if no graph holds one of them."""
+        parts = [tuple(visual.tensors.values()) for visual in visuals]  # pixels and grid
+        grids = [tuple(int(n) for n in grid[0]) for _, grid, *_ in parts]
+        graphs = [self._best(self._encoder.windows(*grid[1:]), 0) for grid in grids]
+        held = [graph for graph in graphs if graph is not None]
+        if len(held) < len(visuals):
+            return None  # before any of them is encoded
+        found = []
+        for (pixels, *_), (times, rows, columns), graph in zip(parts, grids, held, strict=True):
+            to = graph.inputs[0]
+            patches = _on_host(pixels, to).to(to.device, non_blocking=True)
+            frames = [
+                self._replay(graph, frame, rows, columns)
+                for frame in patches.view(times, rows * columns, -1)
+            ]
+            found.append(VisualFeatures(frames[0] if len(frames) == 1 else torch.cat(frames)))
+        return found
+
+    def _replay(self, graph: Graph, patches: Tensor, rows: int, columns: int) -> Tensor:
+        """Encode one image or frame of patches [rows · columns, columns of pixels]."""
+        slots, where, tokens = self._arranged(rows, columns)
+        pixels, places, present = graph.inputs
+        pixels.zero_()
+        pixels.index_copy_(0, slots, patches)
+        places.index_copy_(0, slots, where)
+        present.zero_()
+        present.index_fill_(0, slots, True)
+        graph.replay()
+        return graph.results[0][tokens]  # a copy: the next replay overwrites them
+
+    def _arrange(self, rows: int, columns: int) -> list[Tensor]:
+        made, device = self._encoder.arrange(rows, columns), self._resources.lmm.device
+        return [to_device(part, device) for part in (made.slots, made.places, made.tokens)]
+
+
+def _on_host(pixels: Tensor, like: Tensor) -> Tensor:
+    """Pixels in the type of the weights on the host already, which halves the copy."""
+    pixels = pixels.to(like.dtype)  # those of another rank of a group are on the device
+    return pixels.pin_memory() if like.is_cuda and not pixels.is_cuda else pixels
+
+
+def image_graphs(resources: StepResources, counts: Sequence[int]) -> ImageGraphs:
+    """Graphs of the model's encoder, for these numbers of images where they have one shape."""
+    lmm = resources.lmm
+    encoder = lmm.architecture.window_encoder(lmm.model)
+    if encoder is not None:
+        return WindowGraphs(encoder, VISION, resources, WINDOWS if counts else ())
+    return ImageGraphs(VISION, resources, () if lmm.pixel_shape is None else counts)

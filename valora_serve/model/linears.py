@@ -9,8 +9,8 @@ them load 2 bytes at a time (rotating 8,192 rows: 0.48 ms a layer on an H100 ins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
 from typing import ClassVar, TypeAlias
@@ -33,7 +33,7 @@ from valora_serve.parallel.group import Group
 
 
 class LoraScope:
-    """The adapters of the current pass: none for the language model outside ``scope.text(batch)``.
+    """The adapters of the current pass: none outside `text` and `part`.
 
     `last` is the group that computed last, its input and its outputs, which no other group keeps.
     """
@@ -41,32 +41,25 @@ class LoraScope:
     def __init__(self) -> None:
         self.operator = operator(ATMM)
         self.last: tuple[LinearGroup, Tensor, Tensor] | None = None
-        self._text: LoraBatch | None = None
-        self._vision: Callable[[int], LoraBatch | None] | None = None
+        self._batch_of: dict[str, Callable[[int], LoraBatch | None]] = {}
 
     @contextmanager
-    def text(self, batch: LoraBatch | None) -> Iterator[None]:
+    def part(self, part: str, batch_of: Callable[[int], LoraBatch | None]) -> Iterator[None]:
+        """Apply adapters to a part of the model, by the number of a layer's rows."""
+        self._batch_of[part] = batch_of
+        try:
+            yield
+        finally:
+            del self._batch_of[part]
+
+    def text(self, batch: LoraBatch | None) -> AbstractContextManager[None]:
         """Apply adapters to the language model; None for no adapter."""
-        before, self._text = self._text, batch
-        try:
-            yield
-        finally:
-            self._text = before
-
-    @contextmanager
-    def vision(self, batch_of: Callable[[int], LoraBatch | None]) -> Iterator[None]:
-        """Apply adapters to tower and projector, by the number of a layer's rows, which changes."""
-        before, self._vision = self._vision, batch_of
-        try:
-            yield
-        finally:
-            self._vision = before
+        return self.part("text", lambda _: batch)
 
     def batch(self, part: str, rows: int) -> LoraBatch | None:
         """Adapters of a layer's rows; None if no adapter applies."""
-        if part == "text":
-            return self._text
-        return None if self._vision is None else self._vision(rows)
+        batch_of = self._batch_of.get(part)
+        return None if batch_of is None else batch_of(rows)
 
 
 class LinearGroup:
@@ -176,13 +169,11 @@ _groups: WeakValueDictionary[int, LinearGroup] = WeakValueDictionary()
 @torch.library.custom_op("valora::linears", mutates_args=())
 def _linears(x: Tensor, group: Tensor, width: int) -> Tensor:
     """A group's layers, [..., inputs] → [..., width], by its number [] int64 on the CPU."""
-    del width
     return _groups[int(group)]._compute(x)
 
 
 @_linears.register_fake
 def _linears_shape(x: Tensor, group: Tensor, width: int) -> Tensor:
-    del group
     return x.new_empty((*x.shape[:-1], width))
 
 
@@ -294,14 +285,20 @@ class Linears:
     def activate(self, names: Collection[str], mergeable: bool) -> None:
         """Let groups apply adapters, and merge them if `mergeable`; nothing may be merged now."""
         if mergeable:  # first, as there may be no memory for it
-            self._make_mergeable(
-                [name for name, group in self.groups.items()
-                 if name in names and group.spec.part == "text"]
-            )  # fmt: skip
+            self._make_mergeable(names)
         for name in names:
             self.groups[name].lora = self.lora[name]
         if mergeable:
-            self._bind()
+            # An engine that had the model before may have made groups mergeable that this one's
+            # adapters do not change.
+            lora = {
+                name: group.lora_to_merge() for name, group in self.groups.items()
+                if group.spec.part == "text" and group.lora is not None
+            }  # fmt: skip
+            for weights in self.merged:
+                found = [(module, *self.group_of[module]) for module in weights.shapes]
+                bound = ((module, one.spec.name, index) for module, one, index in found)
+                weights.bind({m: (lora[name], index) for m, name, index in bound if name in lora})
 
     def merge(self, slot: int, rank: int, scaling: float) -> None:
         """Merge the adapter in a slot into the weights of the language model."""
@@ -321,25 +318,13 @@ class Linears:
         found = all(weights.is_finite() for weights in self.merged)
         return found if self.group is None else bool(self.group.minimum(int(found)))
 
-    def _bind(self) -> None:
-        # An engine that had the model before may have made groups mergeable that this one's
-        # adapters do not change.
-        for weights in self.merged:
-            found = {module: self.group_of[module] for module in weights.shapes}
-            groups = {one.spec.name: one for one, _ in found.values() if one.lora is not None}
-            lora = {name: one.lora_to_merge() for name, one in groups.items()}
-            weights.bind(
-                {
-                    module: (lora[one.spec.name], index)
-                    for module, (one, index) in found.items()
-                    if one.spec.name in lora
-                }
-            )
-
-    def _make_mergeable(self, names: Iterable[str]) -> None:
+    def _make_mergeable(self, names: Collection[str]) -> None:
         """Move the weights of groups into one allocation, which one launch can merge into."""
         held = {name for memory in self.merged for name in memory.shapes}
-        groups = [self.groups[name] for name in names if name not in held]
+        groups = [
+            one for name, one in self.groups.items()
+            if name in names and name not in held and one.spec.part == "text"
+        ]  # fmt: skip
         if not groups:
             return
         shapes = {

@@ -20,7 +20,7 @@ from valora_serve.model.attention.base import AttentionPlan, register_attention
 from valora_serve.model.linears import LinearGroup, Linears, MakeGroup
 from valora_serve.model.prompt import Visual, VisualFeatures
 from valora_serve.model.quantized_linears import ALIGNMENT, check_device, make_fp8, make_nf4
-from valora_serve.model.split import SplitHead, SplitReader, part_of
+from valora_serve.model.split import SplitHead, SplitReader, attention_sizes, part_of
 from valora_serve.parallel import REPLICATE_A
 from valora_serve.parallel.group import Group
 
@@ -68,9 +68,7 @@ class Lmm(BaseModel):
         # Channels, height and width of every image's pixels; None if they differ.
         self.pixel_shape = self.architecture.pixel_shape(self.config)
         self.layers = int(text.num_hidden_layers)
-        heads = int(text.num_attention_heads)
-        kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-        self.head_dim = int(getattr(text, "head_dim", None) or self.width // heads)
+        heads, kv_heads, self.head_dim = attention_sizes(self.config)
         rank, size = (split.group.rank, split.group.size) if split else (0, 1)
         # Of queries, and of keys and values, that this process computes; and which those are.
         self.own_kv_heads = own = part_of(kv_heads, rank, size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -79,13 +80,8 @@ class VisualFeatures:
         return sum(part.numel() * part.element_size() for part in (self.embeddings, *self.deep))
 
     def alone(self) -> VisualFeatures:
-        """Return the same in memory that nothing else lies in, such as others encoded with it."""
-        return VisualFeatures(_alone(self.embeddings), tuple(map(_alone, self.deep)))
-
-
-def _alone(part: Tensor) -> Tensor:
-    whole = part.untyped_storage().nbytes() == part.numel() * part.element_size()
-    return part if whole else part.clone()
+        """Return a copy in memory that nothing else lies in, such as others encoded with it."""
+        return VisualFeatures(self.embeddings.clone(), tuple(part.clone() for part in self.deep))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,11 +296,8 @@ def _visuals(
                 "LLaVA-NeXT, SmolVLM, InternVL3 or Qwen-VL"
             )
         counts = [part.tokens for part in parts]
-        if len(parts) < len(sizes) or sum(counts) != len(at):
-            raise RequestError(
-                f"prompt: expected a place for each of {len(sizes)} {kind}s, "
-                f"got {len(at)} visual tokens for {sum(counts)}"
-            )
+        if sum(counts) != len(at):
+            raise ValueError(f"{kind}s have {sum(counts)} visual tokens, the prompt {len(at)}")
         indices = np.split(at, np.cumsum(counts)[:-1])
         for part, where, size in zip(parts, indices, sizes, strict=True):
             key = _hash(kind, part.tensors)
@@ -326,19 +319,19 @@ def _frames_as_images(
     images: Sequence[Image],
     videos: Sequence[Sequence[Image]],
 ) -> tuple[list[dict[str, Any]], list[Image]]:
-    image, video = iter(images), iter(videos)
-    turns: list[dict[str, Any]] = []
-    found: list[Image] = []
-    for turn in messages:
-        parts: list[dict[str, Any]] = []
-        for part in turn.get("content") or ():
-            if part.get("type") == VIDEO:
-                frames = next(video, ())
-                parts += [{"type": IMAGE} for _ in frames]
-                found += frames
-                continue
-            if part.get("type") == IMAGE:
-                found += [one for one in [next(image, None)] if one is not None]
-            parts.append(part)
-        turns.append({**turn, "content": parts})
+    image, video, found = iter(images), iter(videos), list[Image]()
+
+    def shown(part: dict[str, Any]) -> list[dict[str, Any]]:
+        if part.get("type") == IMAGE:
+            found.extend(islice(image, 1))
+        if part.get("type") != VIDEO:
+            return [part]
+        frames = next(video, ())
+        found.extend(frames)
+        return [{"type": IMAGE} for _ in frames]
+
+    turns = [
+        {**turn, "content": [one for part in turn.get("content") or () for one in shown(part)]}
+        for turn in messages
+    ]
     return turns, found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,19 +17,18 @@ from valora_data.wording import first_line
 from valora_kernels.launching import compiling_together
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
 from valora_serve.errors import SettingsError
-from valora_serve.memory.adapter_memory import AdapterMemory
+from valora_serve.memory.unified import AdapterMemory
 from valora_serve.model.attention.base import (
     AttentionBackend,
+    Compiling,
     KVCache,
     Rows,
     send_together,
     to_device,
     to_host,
 )
-from valora_serve.model.attention.compiling import Compiling
 from valora_serve.model.attention.registry import make_backend
-from valora_serve.model.graphs import DecodeGraph, DecodeGraphs, GraphRecorder, Graphs, PromptGraphs
-from valora_serve.model.image_graphs import image_graphs
+from valora_serve.model.graphs import DecodeGraphs, Graph, Graphs, PromptGraphs, image_graphs
 from valora_serve.model.linears import LinearGroup
 from valora_serve.model.lmm import Lmm, VisualRows
 from valora_serve.model.prompt import Visual, VisualFeatures
@@ -48,6 +47,7 @@ from valora_serve.model.work import (
     MIXTURE,
     PROMPT,
     VISION,
+    GraphRecorder,
     LoraTerms,
     Preparation,
     StepResources,
@@ -88,6 +88,7 @@ class ModelRunner:
             backend=make_backend(backend, cache),
             adapters=adapters,
             last_tokens=self._last_tokens,
+            recorder=GraphRecorder(self._device),
             max_requests=max_requests,
             max_segments=max_adapters + 1,
             scratch=Scratch(self._device),
@@ -95,23 +96,22 @@ class ModelRunner:
         )
         scratch = resources.scratch
         self._lora = LoraBatch(max_tokens, max_adapters + 1, self._device, scratch=scratch)
-        self._recorder = recorder = GraphRecorder(self._device)
-        self._decode_graphs = DecodeGraphs(resources, recorder, sizes[DECODE])
-        self._prompt_graphs = PromptGraphs(resources, recorder, sizes.get(PROMPT, ()))
-        self._crowded_graphs = self._make_crowded(self._prompt_graphs.sizes)
-        self._vision_graphs = image_graphs(resources, recorder, sizes.get(VISION, ()))
+        self._decode_graphs = DecodeGraphs(resources, sizes[DECODE])
+        self._prompt_graphs = PromptGraphs(resources, sizes.get(PROMPT, ()))
+        self._crowded_graphs = self._make_crowded()
+        self._vision_graphs = image_graphs(resources, sizes.get(VISION, ()))
         self._compiling: Compiling | None = None
-        self._interrupted = False
+        # Set once that has ended, or nobody waits any more.
+        self._wait_on = threading.Event()
         # Called in another thread once `adopt` may have something to do.
         self.on_compiled: Callable[[], None] = lambda: None
         # Whether any adapter was registered; until then no graph with LoRA is captured.
         self.has_lora = False
 
-    def _make_crowded(self, sizes: Sequence[int]) -> PromptGraphs:
+    def _make_crowded(self) -> PromptGraphs:
         """Graphs for steps in which many rows decode; of no size where the backend has none."""
-        crowd = self._resources.backend.crowd
-        fitting = [size for size in sizes if crowd(size) is not None]
-        return PromptGraphs(self._resources, self._recorder, fitting, CROWDED)
+        sizes = () if self._resources.backend.crowd(1) is None else self._prompt_graphs.sizes
+        return PromptGraphs(self._resources, sizes, CROWDED)
 
     # ------------------------------------------------------------------ steps
 
@@ -124,9 +124,7 @@ class ModelRunner:
                 return self._replay(graph, works, terms)
             return self._eager(works, terms)
 
-    def _replay(
-        self, graph: DecodeGraph, works: Sequence[Work], terms: LoraTerms | None
-    ) -> StepResult:
+    def _replay(self, graph: Graph, works: Sequence[Work], terms: LoraTerms | None) -> StepResult:
         """A decode step from a graph; the graph itself takes the argmax of the logits."""
         logits, tokens, finite, slots = self._decode_graphs.replay(graph, works, terms)
         choices = [work.choice for work in works if work.choice is not None]
@@ -144,33 +142,28 @@ class ModelRunner:
         total = int(starts[-1])
         ids = np.zeros(total, np.int64)
         positions = np.empty((3, total), np.int64)
-        decoding, from_slots = [], []
         placed = list(zip(works, starts.tolist(), strict=False))
         for work, at in placed:
             end = at + work.count
             positions[:, at:end] = np.arange(work.start, work.start + work.count) + work.delta
             if work.positions is not None:
                 positions[:, at:end] = work.positions
-            if work.tokens is None:
-                decoding.append(at)
-                from_slots.append(work.slot)
-            else:
+            if work.tokens is not None:
                 ids[at:end] = work.tokens
+        decoding = [i for i, work in enumerate(works) if work.tokens is None]
         choosing = [i for i, work in enumerate(works) if work.choice is not None]
         chosen = [works[i] for i in choosing]
-        keeping = [
-            (i, work.keep + at) for i, (work, at) in enumerate(placed) if work.keep is not None
-        ]
+        keeping = [work.keep + at for work, at in placed if work.keep is not None]
         # Positions first: torch compiles layers again for one that begins elsewhere in memory.
         shown, tokens, own, at_own, ends, slots, keep = send_together(
             [
                 positions if self._lmm.three_positions else positions[0],
                 ids,
-                np.array(decoding, np.int64),
-                np.array(from_slots, np.int64),
+                starts[decoding].astype(np.int64),
+                np.array([works[i].slot for i in decoding], np.int64),
                 starts[1:][choosing].astype(np.int64) - 1,
                 np.array([work.slot for work in chosen], np.int64),
-                np.concatenate([np.zeros(0, np.int64), *(rows for _, rows in keeping)]),
+                np.concatenate([np.zeros(0, np.int64), *keeping]),
             ],
             self._device,
         )
@@ -180,11 +173,8 @@ class ModelRunner:
         seen = _seen(works) if any(work.blocks for work in works) else None
         rows = Rows(starts, lengths, [work.table for work in works], seen)
         hidden = self._layers(tokens, shown, rows, terms, self._visual_rows(works, starts))
-        kept: list[Tensor | None] = [None] * len(works)
-        if keeping:
-            parts = hidden[keep].split([len(rows) for _, rows in keeping])
-            for (i, _), part in zip(keeping, parts, strict=True):
-                kept[i] = part
+        parts = iter(hidden[keep].split([*map(len, keeping)]) if keeping else ())
+        kept = [None if work.keep is None else next(parts) for work in works]
         prompts = [
             self._prompt_logprobs(work, hidden[at : at + len(work.targets)])
             for work, at in placed
@@ -196,9 +186,8 @@ class ModelRunner:
         logits = self._lmm.logits(hidden[ends])
         found = self._sample(logits, [work.choice for work in chosen if work.choice is not None])
         self._last_tokens[slots] = found
-        told = mark_broken(found, finite_rows(logits))
         logprobs = self._logprobs(chosen, logits, found)
-        told, copied = to_host(told)
+        told, copied = to_host(mark_broken(found, finite_rows(logits)))
         return StepResult(told, logprobs, kept, prompts, copied)
 
     def _layers(
@@ -217,7 +206,7 @@ class ModelRunner:
                 found.insert(0, crowded)
         # Until all are captured, the one for crowds may have many times the rows of the other.
         fitting = [graph for graph in found if graph is not None]
-        graph = min(fitting, key=lambda graph: len(graph.embedded), default=None)
+        graph = min(fitting, key=lambda graph: len(graph.inputs[0]), default=None)
         if graph is not None:
             embedded = self._lmm.embed(tokens, visual)
             return self._prompt_graphs.replay(graph, embedded, positions, rows, terms)
@@ -293,7 +282,7 @@ class ModelRunner:
         self.has_lora = True
 
     @property
-    def _graphs(self) -> dict[str, Graphs[Any]]:
+    def _graphs(self) -> dict[str, Graphs]:
         return {
             DECODE: self._decode_graphs,
             PROMPT: self._prompt_graphs,
@@ -358,7 +347,7 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
         for graphs in self._graphs.values():
             graphs.forget()
-        self._recorder.forget()
+        self._resources.recorder.forget()
 
     def tiled(self, terms: Sequence[int]) -> list[Preparation]:
         """Return what is prepared with tilings of the LoRA kernels: kernels and graphs."""
@@ -380,15 +369,11 @@ class ModelRunner:
         """Compile kernels on all cores: attention's, and those of `wanted` graphs."""
         if self._group is not None:  # split linears compute with all ranks only
             return
+        backend = self._resources.backend
         if self._compiling is None:
-            backend = self._resources.backend
-            self._compiling = Compiling(
-                backend,
-                lambda: self.on_compiled(),  # noqa: PLW0108 - it may be set later
-                awaited=patience is None or backend.stand_in is None,
-            )
-        if self._interrupted:
-            self._compiling.stop_waiting()
+            awaited = patience is None or backend.stand_in is None
+            self._compiling = Compiling(backend, self._end_waiting, awaited=awaited)
+        compiling = self._compiling
         threads = usable_cores()
         if self._device.type == "cuda" and threads > 1:
             try:
@@ -396,19 +381,10 @@ class ModelRunner:
                     self.run_linears(wanted)
             except Exception:
                 log.warning("kernels are compiled one after the other", exc_info=True)
-        if self._resources.backend is self._compiling.backend:
-            self._await_attention(self._compiling, patience)
-
-    def interrupt(self) -> None:
-        """Let `compile_together` wait for attention's kernels no more; for any thread."""
-        self._interrupted = True
-        if self._compiling is not None:
-            self._compiling.stop_waiting()
-
-    def _await_attention(self, compiling: Compiling, patience: float | None) -> None:
-        """Wait for attention's kernels, or let another backend stand in for it."""
-        stand_in = compiling.backend.stand_in
-        compiling.wait(None if stand_in is None else patience)
+        if backend is not compiling.backend:
+            return
+        stand_in = backend.stand_in
+        self._wait_on.wait(None if stand_in is None else patience)
         error = compiling.error
         if stand_in is None and error is not None:
             raise SettingsError(
@@ -420,12 +396,20 @@ class ModelRunner:
             why = "are being compiled" if error is None else "cannot be compiled"
             log.info("attention backend: %s, as kernels of the chosen one %s", stand_in, why)
 
+    def _end_waiting(self) -> None:
+        self._wait_on.set()
+        self.on_compiled()
+
+    def interrupt(self) -> None:
+        """Let `compile_together` wait for attention's kernels no more; for any thread."""
+        self._wait_on.set()
+
     def _use(self, backend: AttentionBackend) -> None:
         """Attend with another backend; graphs are replayed until they are captured with it."""
         self._resources.backend = backend
         self._decode_graphs.renew_plans()
         self._prompt_graphs.renew_plans()
-        self._crowded_graphs = self._make_crowded(self._prompt_graphs.sizes)
+        self._crowded_graphs = self._make_crowded()
 
     @property
     def provisional(self) -> bool:
@@ -533,7 +517,7 @@ class ModelRunner:
             if (own == NONE).all():
                 found = self._vision_graphs.encode(visuals)
                 return self._lmm.encode(visuals) if found is None else found
-            with self._lmm.linears.scope.vision(batch_of):
+            with self._lmm.linears.scope.part("vision", batch_of):
                 return self._lmm.encode(visuals)
 
 

@@ -184,8 +184,6 @@ def finite_rows(values: Tensor) -> Tensor:
 
     A hidden state whose squares overflow in a norm becomes zero, and then every logit is equal.
     """
-    if not values.shape[0]:
-        return torch.ones(0, dtype=torch.bool, device=values.device)
     low, high = torch.aminmax(values, dim=-1)  # both are NaN if any value is
     return low.isfinite() & high.isfinite() & (low < high)
 

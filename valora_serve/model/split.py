@@ -41,6 +41,14 @@ def part_of(width: int, rank: int, size: int) -> slice:
     return slice(first, first + max(width // size, 1))
 
 
+def attention_sizes(config: Any) -> tuple[int, int, int]:
+    """Heads of queries, and of keys and values, of a language model, and the width of a head."""
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    return heads, kv_heads, int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """The inputs (of a `row` layer) or outputs of a linear layer that a rank holds."""
@@ -87,13 +95,9 @@ class SplitReader:
         """Cut the linear layers of a model without memory; their features stay the whole ones."""
         architecture = architecture_of(model, self.base)
         targets = ModelTargets.of(model, architecture)
-        text = model.config.get_text_config()
-        heads = int(text.num_attention_heads)
-        kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-        head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
         language = [path for path, part in targets.parts.items() if part is ModelPart.LANGUAGE]
         shapes = {path: targets.linears[path] for path in language}
-        self.partition(shapes, heads, kv_heads, head_dim, architecture.linears)
+        self.partition(shapes, *attention_sizes(model.config), architecture.linears)
         for path, part in self.slices.items():
             linear = model.get_submodule(path)
             for name, weight in list(linear.named_parameters(recurse=False)):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from valora_kernels.metadata import NONE, LoraBatch, Scratch
-from valora_serve.memory.adapter_memory import AdapterMemory
+from valora_serve.memory.unified import AdapterMemory
 from valora_serve.model.attention.base import AttentionBackend, KVCache
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import VisualFeatures
@@ -78,40 +78,30 @@ class LoraTerms:
     @classmethod
     def of(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
         """Terms of a step with the adapter of slot `merged`; None if no row needs any."""
-        if any(work.weighted or work.plain for work in works):
-            return cls._of_each(works, merged)
-        own = np.array([work.adapter for work in works], np.int64)
+        width = max(1, *(len(work.weighted) for work in works))
+        slots = np.full((len(works), width), NONE, np.int64)
+        slots[:, 0] = [work.adapter for work in works]
+        weights = np.ones(slots.shape, np.float32)
+        for row, work in enumerate(works):
+            if work.weighted:
+                own = np.s_[row, : len(work.weighted)]
+                slots[own], weights[own] = zip(*work.weighted, strict=True)
         counts = np.array([work.count for work in works], np.int64)
+        if any(work.plain for work in works):  # runs of them, which may be empty, before others
+            plain = np.array([work.plain for work in works], np.int64)
+            counts = np.stack([plain, counts - plain], 1).ravel()
+            slots, weights = slots.repeat(2, 0), weights.repeat(2, 0)
+            slots[::2] = NONE
+            held = counts > 0
+            slots, weights, counts = slots[held], weights[held], counts[held]
         if merged == NONE:
-            if (own == NONE).all():
-                return None
-            return cls(own[:, None], np.ones((len(own), 1), np.float32), counts)
-        foreign = own != merged
-        if not foreign.any():
+            return None if (slots == NONE).all() else cls(slots, weights, counts)
+        if ((slots == merged) & (weights == 1)).all():
             return None
-        own[~foreign] = NONE
-        back = np.where(foreign, merged, NONE)
-        coefficients = np.tile(np.array([1, -1], np.float32), (len(own), 1))
-        return cls(np.stack([own, back], 1), coefficients, counts)
-
-    @classmethod
-    def _of_each(cls, works: Sequence[Work], merged: int) -> LoraTerms | None:
-        """`of`, work by work: with weights, and rows without adapters before others."""
-        runs: list[tuple[int, list[tuple[int, float]]]] = []
-        for work in works:
-            own = work.weighted or ((work.adapter, 1.0),)
-            for count, applied in ((work.plain, ()), (work.count - work.plain, own)):
-                terms = {slot: weight for slot, weight in applied if slot != NONE}
-                if merged != NONE:
-                    terms[merged] = terms.get(merged, 0.0) - 1
-                if count:
-                    runs.append((count, [term for term in terms.items() if term[1]]))
-        width = max(len(terms) for _, terms in runs)
-        if not width:
-            return None
-        filled = np.array([terms + [(NONE, 0.0)] * (width - len(terms)) for _, terms in runs])
-        counts = np.array([count for count, _ in runs], np.int64)
-        return cls(filled[..., 0].astype(np.int64), filled[..., 1].astype(np.float32), counts)
+        # Of its own rows, both terms cancel out.
+        slots = np.column_stack([slots, np.full(len(slots), merged)])
+        weights = np.column_stack([weights, np.full(len(slots), -1, np.float32)])
+        return cls(slots, weights, counts)
 
     def fill(self, lora: LoraBatch, known: AdapterMemory, rows: int | None = None) -> None:
         """Describe the terms to the LoRA kernels; `rows` includes those that pad a step."""
@@ -150,6 +140,47 @@ class Preparation(NamedTuple):
         return self.size != largest, not self.likely, self.terms == MIXTURE, self.size
 
 
+Replay: TypeAlias = Callable[[], None]
+
+
+class GraphRecorder:
+    """Captures functions as CUDA graphs in one memory pool; without a GPU they run again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+
+    def record(self, run: Callable[[], Sequence[Tensor]]) -> tuple[Replay, list[Tensor]]:
+        """Warm a function of buffers up and capture it; return its replay and its results."""
+        found: list[Tensor] = []
+
+        def run_again() -> None:
+            new = run()
+            if not found:
+                found.extend(new)
+            for buffer, one in zip(found, new, strict=True):
+                buffer.copy_(one)
+
+        with torch.inference_mode():
+            if self._device.type != "cuda":
+                return run_again, found
+            # This compiles kernels, which a capture cannot. On the stream of eager steps, as torch
+            # keeps the memory of each stream for that stream.
+            run()
+            torch.cuda.synchronize(self._device)
+            graph = torch.cuda.CUDAGraph()
+            # Another thread may pack adapters meanwhile, which locks host memory.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                found.extend(run())
+        if self._pool is None:
+            self._pool = graph.pool()
+        return graph.replay, found
+
+    def forget(self) -> None:
+        """Take a new pool as all graphs are dropped: torch captures into none without graphs."""
+        self._pool = None
+
+
 @dataclass(slots=True)
 class StepResources:
     """What eager and captured steps share."""
@@ -161,19 +192,13 @@ class StepResources:
     # [max_requests + 1] int64 on the device, the last token of each running request by its place;
     # the extra place belongs to rows that pad a graph.
     last_tokens: Tensor
+    recorder: GraphRecorder
     max_requests: int
     max_segments: int  # distinct adapters in a step, no adapter included
     scratch: Scratch  # of the LoRA kernels, as steps run one after the other
     left: Mapping[Preparation, None]  # what is to be prepared, the next one first
     # Graphs that steps have missed, the longest ago first; some may be there by now.
     missed: dict[Preparation, None] = field(default_factory=dict)
-
-    def typical_batch(self, rows: int, terms: int, distinct: int) -> LoraBatch:
-        """Return a batch for a graph, with a typical mix of adapters, see `fill_typical`."""
-        segments = min(rows, self.max_segments)
-        lora = LoraBatch(rows, segments, self.lmm.device, fixed=True, scratch=self.scratch)
-        self.fill_typical(lora, rows, terms, rows, distinct)
-        return lora
 
     def fill_typical(
         self, lora: LoraBatch, rows: int, terms: int, active: int, distinct: int

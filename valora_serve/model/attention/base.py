@@ -6,8 +6,12 @@ layers, says which pages the keys and values of each token are written to and wh
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -18,11 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 IMPLEMENTATION = "valora_paged"  # name of `attend` in transformers' attention interface
 ALIGNED = 16  # elements of at least 4 bytes, of which `send_together` aligns arrays to a multiple
 # Room in the buffer of captured steps' page tables, as a multiple of the cache's pages: sequences
 # that share a prefix all have its pages in their tables.
 TABLES = 32
+NICENESS = 10  # how far a compiler that nothing waits for is below its process, and requests
 
 
 @dataclass
@@ -111,17 +118,6 @@ class FixedAttentionPlan(AttentionPlan, Protocol):
         """Describe the next step; copies are enqueued, and nothing waits for the device."""
 
 
-def check_room(rows: Rows, pages: int, sequences: int, limit: int, max_pages: int) -> None:
-    """Check that a fixed plan of so many sequences, rows and pages has room for a step."""
-    held, used = len(rows.lengths), int(rows.starts[-1])
-    if held > sequences or used > limit:
-        raise ValueError(
-            f"plan: expected at most {sequences} sequences of {limit} rows, got {held} of {used}"
-        )
-    if pages > max_pages:
-        raise ValueError(f"plan: expected at most {max_pages} pages, got {pages}")
-
-
 class AttentionBackend(ABC):
     """A library that computes attention over the KV cache."""
 
@@ -140,7 +136,6 @@ class AttentionBackend(ABC):
     @classmethod
     def unsuitable(cls, cache: KVCache) -> str | None:
         """Why ``auto`` must not choose this backend for a cache; None if it may."""
-        del cache
         return None
 
     @abstractmethod
@@ -163,7 +158,6 @@ class AttentionBackend(ABC):
 
     def decode_plan(self, sequences: int) -> FixedAttentionPlan | None:
         """A plan for CUDA graphs of exactly `sequences` decoding rows; None if unsupported."""
-        del sequences
         return None
 
     def mixed_plan(self, sequences: int, rows: int) -> FixedAttentionPlan | None:
@@ -171,18 +165,45 @@ class AttentionBackend(ABC):
 
         Rows behind those of the sequences write to page 0, and their output is ignored.
         """
-        del sequences, rows
         return None
 
     def crowd(self, sequences: int) -> int | None:
         """Decoding rows from which on `crowded_plan` is faster; None if there is no such plan."""
-        del sequences
         return None
 
     def crowded_plan(self, sequences: int, rows: int) -> FixedAttentionPlan | None:
-        """A plan like `mixed_plan` that is faster where many rows decode; None if there is none."""
-        del sequences, rows
-        return None
+        """A plan like `mixed_plan` that is faster where many rows decode, see `crowd`."""
+        raise NotImplementedError
+
+
+class Compiling:
+    """The compilation of a `backend`'s kernels, in a thread that does not outlive the process.
+
+    `on_end` is called in it. Only if nothing is `awaited` its priority is low: other engines'
+    compilers would leave it next to no time. `error` is what it ended with, and is in the log.
+    """
+
+    def __init__(
+        self, backend: AttentionBackend, on_end: Callable[[], None], *, awaited: bool
+    ) -> None:
+        self.backend, self._on_end, self._awaited = backend, on_end, awaited
+        self.error: BaseException | None = None
+        self.running = True
+        threading.Thread(target=self._run, name="compile-attention", daemon=True).start()
+
+    def _run(self) -> None:
+        # Elsewhere priorities are those of processes.
+        if sys.platform == "linux" and not self._awaited:
+            thread = threading.get_native_id()
+            lower = os.getpriority(os.PRIO_PROCESS, thread) + NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread, lower)
+        try:
+            self.backend.compile()
+        except BaseException as error:  # others would wait for ever
+            self.error = error
+            log.warning("the kernels of attention are not compiled", exc_info=True)
+        self.running = False
+        self._on_end()
 
 
 def attend(

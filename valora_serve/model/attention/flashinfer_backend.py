@@ -10,8 +10,10 @@ sequences as any step may have (512: 0.09 ms on an H100); steps with few decodin
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable
-from functools import partial
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -25,12 +27,10 @@ from valora_serve.model.attention.base import (
     AttentionBackend,
     KVCache,
     Rows,
-    check_room,
     pinned,
     send_together,
     to_device,
 )
-from valora_serve.model.attention.compiling import side_by_side
 from valora_serve.model.attention.triton_backend import (
     TritonBackend,
     TritonDecodePlan,
@@ -79,14 +79,11 @@ class FlashInferBackend(AttentionBackend):
         self._prompts = self._prefill_wrapper("fa3" if self._hopper else "auto")
         self._decode = self._decode_wrapper()
         self._mixed_decodes: dict[int, tuple[Wrapper, Tokens]] = {}
-        self._triton: TritonBackend | None = None
         if self._hopper:  # elsewhere FlashAttention 2 keeps 128 rows of each: 2 MB with 32 heads
             self.max_mixed = 512
 
     @classmethod
     def unsuitable(cls, cache: KVCache) -> str | None:
-        if cache.device.type != "cuda":
-            return "FlashInfer needs a CUDA GPU"
         if not find_spec("flashinfer"):
             return "flashinfer is not installed"
         missing = missing_tools()
@@ -127,23 +124,18 @@ class FlashInferBackend(AttentionBackend):
         tokens = Tokens.empty(1, 1, torch.zeros(1, dtype=torch.int32, device=cache.device))
         tokens.indptr[1] = 1
         row = torch.zeros(1, cache.kv_heads, cache.head_dim, dtype=cache.dtype, device=cache.device)
-
-        def run(job: Callable[[], None]) -> None:
-            with torch.accelerator.device_index(cache.device.index):  # a thread begins with GPU 0
-                job()
-
         jobs = (
             lambda: self._decode.plan(starts, tokens.indices, last),
             lambda: self._prompts.plan(starts, starts, tokens.indices, last),
             lambda: tokens.write(row, row, cache.layers[0]),  # to page 0, which no sequence has
         )
-        side_by_side([partial(run, job) for job in jobs])
+        side_by_side(jobs, cache.device)
 
     def plan(self, rows: Rows) -> FlashInferPlan | TritonDecodePlan | TritonMixedPlan:
         if rows.seen is not None:
             # FlashAttention 3 takes no mask, and that of 2 is a bit for each row and token, made
             # on the host; our own kernel reads a number for each row, from the same pages.
-            return self._own().plan(rows)
+            return self._own.plan(rows)
         cache, decoding = self._cache, rows.decoding
         indices, indptr = rows.indices(cache.block_size)
         last = last_lengths(rows.lengths, cache.block_size)
@@ -165,10 +157,9 @@ class FlashInferBackend(AttentionBackend):
     def mixed_plan(self, sequences: int, rows: int) -> FlashInferMixedPlan:
         return self._mixed_plan(sequences, rows, None)
 
+    @cached_property
     def _own(self) -> TritonBackend:
-        if self._triton is None:
-            self._triton = TritonBackend(self._cache)
-        return self._triton
+        return TritonBackend(self._cache)
 
     def crowd(self, sequences: int) -> int | None:
         """Rows that decode from which on `crowded_plan` is faster; None except on Hopper GPUs."""
@@ -177,14 +168,10 @@ class FlashInferBackend(AttentionBackend):
         limit = CROWD + sequences // SEQUENCES_PER_CROWD_ROW
         return limit // 2 if self._shares_keys else limit
 
-    def crowded_plan(
-        self, sequences: int, rows: int
-    ) -> FlashInferMixedPlan | TritonMixedPlan | None:
+    def crowded_plan(self, sequences: int, rows: int) -> FlashInferMixedPlan | TritonMixedPlan:
         """A plan with the decode kernel, or our own kernels where heads share keys and values."""
-        if not self._hopper:
-            return None
         if self._shares_keys:
-            return self._own().mixed_plan(sequences, rows)
+            return self._own.mixed_plan(sequences, rows)
         # Plans of all numbers of rows take turns with it: a wrapper has 8 MB of its own.
         if sequences not in self._mixed_decodes:
             tables = self._table_buffer(sequences, rows)
@@ -213,6 +200,24 @@ class FlashInferBackend(AttentionBackend):
             paged_kv_last_page_len_buf=tokens.last,
         )
         return FlashInferMixedPlan(cache, tokens, decode, prompts)
+
+
+def side_by_side(jobs: Sequence[Callable[[], None]], device: torch.device) -> None:
+    """Run jobs of a GPU in daemon threads, and raise the first error once all have ended."""
+    ends: list[Future[None]] = [Future() for _ in jobs]
+
+    def run(job: Callable[[], None], end: Future[None]) -> None:
+        try:
+            with torch.accelerator.device_index(device.index):  # a thread begins with GPU 0
+                job()
+            end.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            end.set_exception(error)
+
+    for pair in zip(jobs, ends, strict=True):
+        threading.Thread(target=run, args=pair, daemon=True).start()
+    for end in wait(ends).done:
+        end.result()
 
 
 def find_largest_at_once() -> None:
@@ -323,7 +328,7 @@ class FlashInferDecodePlan(FlashInferPlan):
     """A plan in fixed buffers, with one row per sequence."""
 
     def __init__(self, cache: KVCache, wrapper: Wrapper, tokens: Tokens) -> None:
-        self._count = count = len(tokens.last)
+        count = len(tokens.last)
         self.max_pages: int | None = len(tokens.indices) - count  # rows that pad a step have one
         tokens.written[0] = torch.arange(count, device=cache.device)
         super().__init__(cache, tokens, count, wrapper, None)
@@ -331,7 +336,6 @@ class FlashInferDecodePlan(FlashInferPlan):
     def update(self, rows: Rows) -> None:
         cache = self._cache
         indices, indptr = rows.indices(cache.block_size)
-        check_room(rows, len(indices), self._count, self._count, len(self._tokens.indices))
         last = last_lengths(rows.lengths, cache.block_size)
         self._tokens.written[1].copy_(pinned(rows.lengths - 1), non_blocking=True)
         assert self._decode is not None
@@ -352,8 +356,7 @@ class FlashInferMixedPlan(FlashInferPlan):
         super().__init__(cache, tokens, 0 if own is None else len(own.last), wrapper, prompts)
         self._rows, self._sequences = tokens.written.shape[1], len(tokens.last) - 1
         pages = min(len(one.indices) for one in (tokens, own) if one is not None)
-        self._pages = pages - self._sequences - 1  # unused sequences have one
-        self.max_pages: int | None = self._pages
+        self.max_pages: int | None = pages - self._sequences - 1  # unused sequences have one
         # The first plan fixes the largest number of rows.
         full = Rows(np.array([0, self._rows], np.int32), np.array([self._rows], np.int32),
                     [[0] * -(-self._rows // cache.block_size)])  # fmt: skip
@@ -373,7 +376,6 @@ class FlashInferMixedPlan(FlashInferPlan):
     def update(self, rows: Rows) -> None:
         cache, held, used = self._cache, len(rows.lengths), int(rows.starts[-1])
         indices, indptr = rows.indices(cache.block_size)
-        check_room(rows, len(indices), self._sequences, self._rows, self._pages)
         # Unused sequences get one page, page 0, and no rows; the last one owns the padding rows.
         empty = self._sequences + 1 - held
         pages = np.concatenate([indices, np.zeros(empty, np.int32)])

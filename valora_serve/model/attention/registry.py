@@ -29,10 +29,8 @@ def make_backend(name: str, cache: KVCache) -> AttentionBackend:
     """Create an attention backend of a name in `BACKENDS`, or `AUTO`; or `SettingsError`."""
     if name == AUTO:
         return _best_backend(cache)
-    if BACKENDS[name].gpu_only and cache.device.type != "cuda":
-        raise SettingsError(f"attention backend {name!r} needs a CUDA GPU: choose 'torch' on a CPU")
     try:
-        backend = BACKENDS[name](cache)
+        backend = _make(name, cache)
     except ImportError as error:
         raise SettingsError(
             f"attention backend {name!r} is not installed ({error}): install its library or choose "
@@ -47,6 +45,12 @@ def make_backend(name: str, cache: KVCache) -> AttentionBackend:
     return backend
 
 
+def _make(name: str, cache: KVCache) -> AttentionBackend:
+    if BACKENDS[name].gpu_only and cache.device.type != "cuda":
+        raise SettingsError(f"attention backend {name!r} needs a CUDA GPU: choose 'torch' on a CPU")
+    return BACKENDS[name](cache)
+
+
 def _best_backend(cache: KVCache) -> AttentionBackend:
     """Ask the backends in the order of their `auto_rank`; the first that works is taken."""
     ranked = [(kind.auto_rank, name) for name, kind in BACKENDS.items()]
@@ -55,8 +59,8 @@ def _best_backend(cache: KVCache) -> AttentionBackend:
         reason = BACKENDS[name].unsuitable(cache)
         if reason is None:
             try:
-                backend = BACKENDS[name](cache)
-            except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+                backend = _make(name, cache)
+            except Exception as error:  # noqa: BLE001 - the next one is tried
                 reason = first_line(error)
             else:
                 log.info("attention backend: %s", name)

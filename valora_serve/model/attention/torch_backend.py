@@ -22,84 +22,45 @@ class TorchBackend(AttentionBackend):
     def plan(self, rows: Rows) -> TorchPlan:
         return TorchPlan(self._cache, rows)
 
-    def mixed_plan(self, sequences: int, rows: int) -> TorchMixedPlan | None:
+    def mixed_plan(self, sequences: int, rows: int) -> TorchPlan | None:
         """A plan with the interface of one for CUDA graphs, to test that interface on a CPU."""
-        del sequences, rows
         # A graph would replay the tensors of the first step: there is no such plan on a GPU.
-        return None if self._cache.device.type == "cuda" else TorchMixedPlan(self._cache)
+        return None if self._cache.device.type == "cuda" else TorchPlan(self._cache)
 
 
 class TorchPlan:
-    """Attends to all sequences of one row together, and to longer ones one by one."""
-
-    def __init__(self, cache: KVCache, rows: Rows) -> None:
-        self._cache = cache
-        device, counts = cache.device, np.diff(rows.starts)
-        self._at = tuple(torch.from_numpy(p).to(device) for p in rows.locations(cache.block_size))
-        self._long: list[tuple[slice, Tensor, Tensor]] = []
-        for sequence in np.flatnonzero(counts > 1).tolist():
-            start, count = int(rows.starts[sequence]), int(counts[sequence])
-            length = int(rows.lengths[sequence])
-            table = rows.tables[sequence][: -(-length // cache.block_size)]
-            seen = torch.arange(length)[None] <= torch.arange(length - count, length)[:, None]
-            if rows.seen is not None:
-                ends = torch.from_numpy(rows.seen[start : start + count])
-                seen = torch.arange(length)[None] < ends[:, None]
-            pages = torch.tensor(list(table), device=device)
-            self._long.append((slice(start, start + count), pages, seen.to(device)))
-        single = np.flatnonzero(counts == 1)
-        self._single: tuple[Tensor, Tensor, Tensor] | None = None
-        if single.size:
-            lengths = torch.from_numpy(rows.lengths[single].astype(np.int64))
-            pages = -(-lengths // cache.block_size)
-            tables = torch.zeros(len(single), int(pages.max()), dtype=torch.int64)
-            for row, (sequence, count) in enumerate(
-                zip(single.tolist(), pages.tolist(), strict=True)
-            ):
-                tables[row, :count] = torch.tensor(list(rows.tables[sequence][:count]))
-            seen = torch.arange(tables.shape[1] * cache.block_size)[None] < lengths[:, None]
-            at = torch.from_numpy(rows.starts[single].astype(np.int64))
-            self._single = (at.to(device), tables.to(device), seen[:, None, None].to(device))
-
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        keys, values = self._cache.layers[layer]
-        keys[self._at], values[self._at] = key, value
-        out = torch.empty_like(query)
-        if self._single is not None:
-            at, tables, seen = self._single
-            # [n, pages, block, heads, width] → [n, heads, tokens, width]
-            k = keys[tables].flatten(1, 2).transpose(1, 2)
-            v = values[tables].flatten(1, 2).transpose(1, 2)
-            # Memory behind a sequence's end may hold anything, also NaN, which masking the scores
-            # would not remove.
-            unseen = ~seen.transpose(2, 3)
-            k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-            out[at] = _sdpa(query[at][:, :, None], k, v, seen, scale)[:, :, 0]
-        for own, table, seen in self._long:
-            k, v = (part[table].flatten(0, 1)[: seen.shape[1]] for part in (keys, values))
-            q, k, v = (part.transpose(0, 1)[None] for part in (query[own], k, v))
-            out[own] = _sdpa(q, k, v, seen, scale)[0].transpose(0, 1)
-        return out
-
-
-class TorchMixedPlan:
-    """Defines what a plan in fixed buffers computes: the output of padding rows is zero."""
+    """Attends to one sequence after the other; the output of rows that pad a step is zero."""
 
     max_pages: int | None = None
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: KVCache, rows: Rows | None = None) -> None:
         self._cache = cache
+        if rows is not None:
+            self.update(rows)
 
     def update(self, rows: Rows) -> None:
-        self._plan, self._used = TorchPlan(self._cache, rows), int(rows.starts[-1])
+        device, size, counts = self._cache.device, self._cache.block_size, np.diff(rows.starts)
+        self._at = tuple(torch.from_numpy(part).to(device) for part in rows.locations(size))
+        pages, indptr = (torch.from_numpy(part) for part in rows.indices(size))
+        self._tables = pages.to(device).split(indptr.diff().tolist())
+        ends = torch.from_numpy(rows.positions + 1 if rows.seen is None else rows.seen).to(device)
+        self._seen = [
+            torch.arange(length, device=device) < own[:, None] if len(own) > 1 else None
+            for length, own in zip(rows.lengths.tolist(), ends.split(counts.tolist()), strict=True)
+        ]
+        self._counts, self._lengths = counts.tolist(), rows.lengths.tolist()
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        out = torch.zeros_like(query)
-        used = self._used
-        out[:used] = self._plan.run(layer, query[:used], key[:used], value[:used], scale)
-        return out
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=grouped)
+        keys, values = self._cache.layers[layer]
+        used = len(self._at[0])
+        keys[self._at], values[self._at] = key[:used], value[:used]
+        found = []
+        for rows, table, length, seen in zip(
+            query[:used].split(self._counts), self._tables, self._lengths, self._seen, strict=True
+        ):
+            held = (part[table].flatten(0, 1)[:length] for part in (keys, values))
+            q, k, v = (part.transpose(0, 1)[None] for part in (rows, *held))
+            grouped = q.shape[1] != k.shape[1]
+            y = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=grouped)
+            found.append(y[0].transpose(0, 1))
+        return torch.cat([*found, torch.zeros_like(query[used:])])

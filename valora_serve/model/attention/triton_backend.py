@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from math import log2
 
 import numpy as np
@@ -16,7 +15,6 @@ from valora_serve.model.attention.base import (
     AttentionBackend,
     KVCache,
     Rows,
-    check_room,
     pinned,
     to_device,
 )
@@ -41,12 +39,6 @@ class TritonBackend(AttentionBackend):
                 "attention backend 'triton' needs a CUDA GPU: choose 'torch' on a CPU"
             )
         self._tiling = Tiling(cache)
-
-    @classmethod
-    def unsuitable(cls, cache: KVCache) -> str | None:
-        if cache.device.type != "cuda":
-            return "the Triton kernels need a CUDA GPU"
-        return None if find_spec("triton") else "triton is not installed"
 
     def plan(self, rows: Rows) -> TritonDecodePlan | TritonMixedPlan:
         pages = int((-(-rows.lengths // self._cache.block_size)).sum())
@@ -101,29 +93,17 @@ class TritonPlan:
     """A plan in fixed buffers (`tables`: [pages] int32); steps copy what changes in two pieces."""
 
     def __init__(
-        self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, tables: Tensor
+        self, cache: KVCache, tiling: Tiling, sequences: int, tables: Tensor, *sizes: int
     ) -> None:
-        self._cache, self._tiling = cache, tiling
-        self._sequences, self._rows, self._tables = sequences, rows, tables
+        self._cache, self._tiling, self._tables = cache, tiling, tables
         # A decoding row that pads a step has a page.
         self.max_pages: int | None = len(tables) - sequences
-        sizes = self._sizes()
         self._buffer = torch.zeros(sum(sizes), dtype=torch.int32, device=cache.device)
         self._parts = self._buffer.split(sizes)
 
-    def _sizes(self) -> tuple[int, ...]:
-        raise NotImplementedError
-
-    def _describe(self, rows: Rows, first_pages: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-        raise NotImplementedError
-
-    def update(self, rows: Rows) -> None:
-        indices, indptr = rows.indices(self._cache.block_size)
-        check_room(rows, len(indices), self._sequences, self._rows, len(self._tables))
-        parts = self._describe(rows, indptr[:-1])
-        self._buffer.copy_(
-            pinned(np.concatenate([part.reshape(-1) for part in parts])), non_blocking=True
-        )
+    def _send(self, indices: NDArray[np.int32], *parts: NDArray[np.int32]) -> None:
+        flat = np.concatenate([part.reshape(-1) for part in parts])
+        self._buffer.copy_(pinned(flat), non_blocking=True)
         self._tables[: len(indices)].copy_(pinned(indices), non_blocking=True)
 
     def _attend(
@@ -163,7 +143,8 @@ class TritonDecodePlan(TritonPlan):
     def __init__(
         self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, tables: Tensor
     ) -> None:
-        super().__init__(cache, tiling, sequences, rows, tables)
+        super().__init__(cache, tiling, sequences, tables, 4 * sequences)
+        self._sequences = sequences
         self._splits = tiling.splits(sequences)
         self._partial = self._sums = None
         if self._splits > 1:
@@ -171,16 +152,14 @@ class TritonDecodePlan(TritonPlan):
             self._sums = like.new_empty(self._splits, rows, cache.heads)
             self._partial = like.new_empty(*self._sums.shape, cache.head_dim)
 
-    def _sizes(self) -> tuple[int, ...]:
-        return (4 * self._sequences,)
-
-    def _describe(self, rows: Rows, first_pages: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    def update(self, rows: Rows) -> None:
+        indices, indptr = rows.indices(self._cache.block_size)
         tiles, held = np.zeros((self._sequences, 4), np.int32), len(rows.lengths)
-        tiles[:held, 0] = first_pages
+        tiles[:held, 0] = indptr[:-1]
         tiles[:held, 1] = np.arange(held)
         tiles[:held, 2] = 1
         tiles[:held, 3] = rows.lengths - 1
-        return [tiles]
+        self._send(indices, tiles)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         from valora_kernels import attention_kernels as k
@@ -206,28 +185,23 @@ class TritonMixedPlan(TritonPlan):
 
     _seen: Tensor | None = None  # see `Rows.seen`; steps with it have a plan of their own
 
+    def __init__(
+        self, cache: KVCache, tiling: Tiling, sequences: int, rows: int, tables: Tensor
+    ) -> None:
+        few, many = tiling.small // tiling.group, tiling.large // tiling.group
+        self._few, self._many = few, many  # rows of a tile
+        large = rows // many + min(sequences, rows // (few + 1))
+        super().__init__(cache, tiling, sequences, tables, 4 * sequences, 4 * large, rows, rows)
+
     def update(self, rows: Rows) -> None:
-        super().update(rows)
+        indices, indptr = rows.indices(self._cache.block_size)
         if rows.seen is not None:
             self._seen = to_device(rows.seen, self._cache.device)
-
-    def _sizes(self) -> tuple[int, ...]:
-        few, many = self._rows_of_tiles
-        large = self._rows // many + min(self._sequences, self._rows // (few + 1))
-        return 4 * self._sequences, 4 * large, self._rows, self._rows
-
-    @property
-    def _rows_of_tiles(self) -> tuple[int, int]:
-        tiling = self._tiling
-        return tiling.small // tiling.group, tiling.large // tiling.group
-
-    def _describe(self, rows: Rows, first_pages: NDArray[np.int32]) -> list[NDArray[np.int32]]:
-        few, many = self._rows_of_tiles
         counts = np.diff(rows.starts)
         parts = []
         for size, which, room in (
-            (len(self._parts[0]), np.flatnonzero((counts > 0) & (counts <= few)), few),
-            (len(self._parts[1]), np.flatnonzero(counts > few), many),
+            (len(self._parts[0]), np.flatnonzero(counts <= self._few), self._few),
+            (len(self._parts[1]), np.flatnonzero(counts > self._few), self._many),
         ):
             each = -(-counts[which] // room)
             owner = np.repeat(which, each)
@@ -235,15 +209,14 @@ class TritonMixedPlan(TritonPlan):
             first = (np.arange(len(owner)) - np.repeat(ends - each, each)) * room
             tiles = np.zeros((size // 4, 4), np.int32)
             held = tiles[: len(owner)]
-            held[:, 0] = first_pages[owner]
+            held[:, 0] = indptr[owner]
             held[:, 1] = rows.starts[owner] + first
             held[:, 2] = np.minimum(counts[owner] - first, room)
             held[:, 3] = rows.lengths[owner] - counts[owner] + first
             parts.append(tiles)
-        used = int(rows.starts[-1])
-        places = np.full((2, self._rows), -1, np.int32)
-        places[:, :used] = rows.locations(self._cache.block_size)
-        return [*parts, places]
+        places = np.full((2, len(self._parts[2])), -1, np.int32)
+        places[:, : rows.starts[-1]] = rows.locations(self._cache.block_size)
+        self._send(indices, *parts, places)
 
     def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         from valora_kernels import attention_kernels as k

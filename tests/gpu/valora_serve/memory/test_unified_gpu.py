@@ -2,19 +2,16 @@
 
 import gc
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from valora_data.models.base import ModelPart
+from tests.support import memory_cases
 from valora_kernels.metadata import LoraBatch
 from valora_kernels.reference import atmm_reference
-from valora_serve.catalogue.adapters import Adapter, LoraPair
 from valora_serve.errors import AdapterError
-from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.memory.block_manager import PagePool
-from valora_serve.memory.unified import GroupSpec, PageShape, UnifiedMemory
+from valora_serve.memory.unified import AdapterMemory, GroupSpec, PageShape, UnifiedMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -33,19 +30,11 @@ def make_memory(pages=16, slots=4):
 
 
 def make_adapter(seed, rank=16):
-    generator = torch.Generator().manual_seed(seed)
-    modules = {
-        module: LoraPair(
-            torch.randn(rank, WIDTH, generator=generator) / 32,
-            torch.randn(width, rank, generator=generator),
-            0.5,
-        )
-        for group in GROUPS
-        for module, width in zip(group.modules, group.out_features, strict=True)
-    }
-    return Adapter(
-        Path(str(seed)), modules, rank, 0.5, frozenset([ModelPart.LANGUAGE]), f"{seed}", ""
-    )
+    ranks = dict.fromkeys((module for group in GROUPS for module in group.modules), rank)
+    adapter = memory_cases.make_adapter(GROUPS, ranks, seed, 0.5)
+    for pair in adapter.modules.values():
+        pair.a.div_(32)
+    return adapter
 
 
 def wait(adapters, key):
@@ -56,12 +45,7 @@ def wait(adapters, key):
 
 
 def check_rows(memory, adapter, slot):
-    for group in GROUPS:
-        for p, module in enumerate(group.modules):
-            pair = adapter.modules[module]
-            a, b = memory.lora[group.name].rows_of(p, slot, adapter.rank)
-            assert torch.equal(a.cpu(), pair.a.bfloat16())
-            assert torch.equal(b.cpu(), pair.b.T.bfloat16())
+    memory_cases.check_rows(memory, GROUPS, adapter, slot)
 
 
 def test_host_memory_is_locked_and_given_back():

@@ -97,7 +97,7 @@ def test_flashinfer_takes_over_from_the_triton_kernels(monkeypatch):
         pass
     torch.testing.assert_close(scores(), before, rtol=0, atol=0.02)
     release.set()
-    engine.runner._compiling.wait(300)
+    engine.runner._wait_on.wait(300)
     during = scores()
     while engine.prepare_next():
         pass

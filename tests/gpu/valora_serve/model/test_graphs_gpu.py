@@ -6,8 +6,8 @@ import torch
 from tests.bench.valora_serve.serve_models import PROCESSOR, add_adapters, llava_7b
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.model.graphs import GraphRecorder
 from valora_serve.model.lmm import Lmm
+from valora_serve.model.work import GraphRecorder
 
 pytestmark = pytest.mark.gpu
 

@@ -3,41 +3,23 @@
 import pytest
 import torch
 
-from valora_data.contract.boxes import BoxHead
-from valora_data.contract.label_head import LabelHead, Pooling
+from tests.support.serve_helpers import make_box_head, make_label_head
+from valora_data.contract.heads import read_head
 from valora_data.contract.results import LabelResult
 from valora_serve.model.heads import HeadRequest, launch_heads
 
 pytestmark = pytest.mark.gpu
 
 
-def test_heads_launch_without_waiting():
+def test_heads_launch_without_waiting(tmp_path):
     generator = torch.Generator().manual_seed(1)
-
-    def label_head(kind, count, pooling):
-        return LabelHead(
-            kind=kind,
-            labels=tuple(map(str, range(count))),
-            weight=torch.randn(count, 64, generator=generator),
-            bias=torch.randn(count, generator=generator),
-            pooling=pooling,
-        )
-
-    heads = [
-        label_head("classification", 3, Pooling.LAST),
-        label_head("action", 101, Pooling.VISUAL_MEAN),
-        BoxHead(
-            kind="detection",
-            labels=("x",),
-            weight=torch.randn(5, 64, generator=generator) / 8,
-            bias=torch.randn(5, generator=generator),
-            grid=(2, 3),
-            calibration=torch.tensor([1.0, 0.0]),
-            threshold=0.0,
-            nms_iou=0.5,
-            most=32,
-        ),
-    ]
+    files = [
+        make_label_head(tmp_path / "a", 64, list("abc"), seed=1),
+        make_label_head(tmp_path / "b", 64, [str(n) for n in range(101)], seed=2, kind="action",
+                        pooling="visual_mean"),
+        make_box_head(tmp_path / "c", 64, ["x"], (2, 3), seed=3),
+    ]  # fmt: skip
+    heads = [read_head(file, 64) for file in files]
     inputs = []
     for number in range(6):
         head = heads[number % 3]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.support.attention_cases import Case, check_steps
-from valora_serve.model.attention.registry import make_backend
+from tests.support.attention_cases import Case, image_case
 from valora_serve.model.attention.triton_backend import Tiling, TritonBackend
 
 pytestmark = pytest.mark.gpu
@@ -88,24 +87,15 @@ def test_graphs_replay_other_steps(kind, sizes, steps):
         check(out[:used], case, 0.1)
 
 
-def test_flashinfer_agrees():
-    pytest.importorskip("flashinfer")
-    case = Case(MIXED, heads=(8, 2), block_size=16, width=128, dtype=torch.bfloat16, device="cuda")
-    case.storage.nan_to_num_(0.0)  # FlashInfer multiplies what no sequence has written by 0
-    found = [make_backend(name, case.cache).plan(case.rows) for name in ("triton", "flashinfer")]
-    outputs = [case.run_plan(plan, 0, 128**-0.5) for plan in found]
-    torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("width", [128, 256])
 @pytest.mark.parametrize("heads", [(8, 4), (4, 1)])
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("backend", ["triton", "flashinfer"])
 def test_images_whose_tokens_see_each_other(backend, seed, heads, width):
-    """Prompts in random steps, some of which hold images, against dense attention."""
     if backend == "flashinfer":
         pytest.importorskip("flashinfer")
-    check_steps(
-        backend, seed, heads=heads, width=width, block_size=16, dtype=torch.bfloat16,
-        device="cuda", tolerance=2e-2,
-    )  # fmt: skip
+    case = image_case(
+        seed, heads=heads, width=width, block_size=16, dtype=torch.bfloat16, device="cuda"
+    )
+    found, expected = case.run(backend, 0, 0.3), case.expected(0, 0.3)
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)

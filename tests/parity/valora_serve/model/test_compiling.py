@@ -16,7 +16,7 @@ from valora_kernels import launching
 from valora_kernels.atmm import launch
 from valora_kernels.launching import compiling_together
 from valora_kernels.tiling import Tiling
-from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
 from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,7 +27,7 @@ LAUNCHING = ("launching", "project")
 def test_the_kernels_of_graphs_are_those_that_are_compiled(tmp_path, monkeypatch):
     base = str(save_llava(tmp_path / "base", seed=2))
     adapter = make_adapter(tmp_path / "a", base, seed=1, rank=4, alpha=6, targets=LANGUAGE)
-    plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
+    plan = lambda self, sequences: TorchPlan(self._cache)  # noqa: E731
     monkeypatch.setattr(TorchBackend, "decode_plan", plan)
     engine = make_engine(
         base, {"a": adapter}, fresh=True, prompt_graphs=True, max_requests=8, max_tokens=256,

@@ -192,21 +192,14 @@ def test_placeholders_without_what_they_stand_for(family, base):
             with pytest.raises(RequestError, match=f"{family}.* reads text alone: leave images"):
                 engine.prepare(Request("x", **sent))
         return
-    two = ask("Look at it.", images=2)
-    none = ask("Look at it.")
-    for messages, images, message in (
-        (one, [], "names 1 images, but 0 were sent"),
-        (none, [image], "names 0 images, but 1 were sent"),
-        (two, [image], "names 2 images, but 1 were sent"),
-        (one, [image, image], "names 1 images, but 2 were sent"),
-    ):
-        with pytest.raises(RequestError, match=message):
-            engine.prepare(Request("x", messages=messages, images=images))
+    cases = [("image", 1, 0), ("image", 0, 1), ("image", 2, 1), ("image", 1, 2)]
     if family not in FRAMES_AS_IMAGES:
-        with pytest.raises(RequestError, match="names 1 videos, but 0 were sent"):
-            engine.prepare(Request("x", messages=ask("Look at it.", videos=1)))
-        with pytest.raises(RequestError, match="names 0 videos, but 1 were sent"):
-            engine.prepare(Request("x", messages=none, videos=[[image, image]]))
+        cases += [("video", 1, 0), ("video", 0, 1)]
+    for kind, named, sent in cases:
+        given = {f"{kind}s": [image if kind == "image" else [image, image]] * sent}
+        asked = Request("x", messages=ask("Look at it.", **{f"{kind}s": named}), **given)
+        with pytest.raises(RequestError, match=f"names {named} {kind}s, but {sent} were sent"):
+            engine.prepare(asked)
     if family in APART:
         both = Request(
             "x", messages=ask("So?", images=1, videos=1), images=[image], videos=[[image] * 2]

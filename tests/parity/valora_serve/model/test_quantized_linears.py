@@ -196,21 +196,18 @@ def test_weights_that_would_all_stay_as_they_are_are_refused(tmp_path, quantize,
 
 @PACKS
 @pytest.mark.parametrize(
-    ("quantize", "changed", "said"),
+    ("quantize", "changed"),
     [
         # gate, up and down of two layers have 50 intermediate features
-        ("fp8", {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4},
-         "quantize=fp8: 6 of the 14 linear layers of the language model stay in float32, as it is "
-         "for those whose widths are multiples of 16"),
+        ("fp8", {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4}),
         # 36 × 50 numbers are no multiple of 64, 32 × 36 are
-        ("nf4_packed", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8},
-         "quantize=nf4_packed: 6 of the 14 linear layers of the language model stay in float32, as "
-         "it is for those whose weights fill blocks of 64"),
+        ("nf4_packed", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}),
     ],
-)  # fmt: skip
-def test_layers_that_stay_as_they_are_are_counted(tmp_path, quantize, changed, said, caplog):
+)
+def test_layers_that_stay_as_they_are_are_counted(tmp_path, quantize, changed, caplog):
     make_engine(without_whole_blocks(tmp_path, **changed), {}, fresh=True, quantize=quantize)
-    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [said]
+    (said,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert f"quantize={quantize}: 6 of the 14 linear layers" in said
 
 
 @PACKS

@@ -169,7 +169,7 @@ def test_images_of_any_size_replay_graphs_of_windows(windowed, calls):
 
 
 def test_an_image_larger_than_all_graphs_goes_without(windowed, calls, monkeypatch):
-    monkeypatch.setattr("valora_serve.model.image_graphs.WINDOWS", (1,))
+    monkeypatch.setattr("valora_serve.model.graphs.WINDOWS", (1,))
     engine = captured(windowed, max_tokens=1024, chunk=1024)
     large = of_size("large", (90, 90))
     check_answers(run(engine, [large]), Reference(windowed, {}), large)

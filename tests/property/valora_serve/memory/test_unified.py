@@ -1,7 +1,7 @@
-"""Unified memory: address tables lead to rank rows; adapters load and leave beside KV pages."""
+"""Unified memory: what lies where; adapters and prefixes load and leave beside KV pages."""
 
 from collections import Counter
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,13 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.support import memory_cases
 from tests.support.random_tests import examples
-from valora_data.models.base import ModelPart
-from valora_serve.catalogue.adapters import Adapter, LoraPair
+from valora_serve.catalogue.adapters import Adapter
 from valora_serve.errors import AdapterError, BusyError
-from valora_serve.memory.adapter_memory import AdapterMemory
 from valora_serve.memory.block_manager import Owner, PagePool
-from valora_serve.memory.unified import GroupSpec, PageShape, UnifiedMemory
+from valora_serve.memory.unified import (
+    AdapterMemory,
+    GroupSpec,
+    PageShape,
+    PrefixMemory,
+    UnifiedMemory,
+)
 
 GROUPS = (
     GroupSpec("q", ("q", "k", "v"), 12, (16, 6, 5), "text"),
@@ -38,36 +43,11 @@ def make_memory(pages=40, slots=3, dtype=torch.float32, page=PAGE):
     )
 
 
-def make_adapter(ranks, seed, scaling=0.75, others=None):
-    """Return an adapter whose elements all differ."""
-    generator = torch.Generator().manual_seed(seed)
-    modules = {
-        module: LoraPair(
-            torch.randn(rank, SHAPES[module][1], generator=generator),
-            torch.randn(SHAPES[module][0], rank, generator=generator),
-            (others or {}).get(module, scaling),
-        )
-        for module, rank in ranks.items()
-    }
-    return Adapter(
-        Path(f"adapter-{seed}"), modules, max(ranks.values()), scaling,
-        frozenset([ModelPart.LANGUAGE]), f"{seed}-{sorted(ranks.items())}", "",
-    )  # fmt: skip
+make_adapter = partial(memory_cases.make_adapter, GROUPS)
 
 
 def check_rows(memory, adapter, slot):
-    """Check that a slot's tables lead to the adapter's rows, and to zeros where it has none."""
-    for group in GROUPS:
-        weights = memory.lora[group.name]
-        for p, module in enumerate(group.modules):
-            a, b = weights.rows_of(p, slot, adapter.rank)
-            pair = adapter.modules.get(module)
-            rank = 0 if pair is None else len(pair.a)
-            assert not a[rank:].any() and not b[rank:].any()
-            if pair is not None:
-                assert torch.equal(a[:rank], pair.a.to(a.dtype))
-                factor = pair.scaling / adapter.scaling
-                assert torch.equal(b[:rank], (pair.b.T * factor).to(b.dtype))
+    memory_cases.check_rows(memory, GROUPS, adapter, slot)
 
 
 ranks_of = st.dictionaries(st.sampled_from(list(SHAPES)), st.integers(1, MAX_RANK), min_size=1)
@@ -132,8 +112,63 @@ def test_what_does_not_fit_is_refused():
         make_memory(dtype=torch.float16).pack(adapter)
 
 
-class Adapters(RuleBasedStateMachine):
-    """Loads, pins, evicts and removes adapters while KV pages are taken and given back."""
+def random_prefix(page, tokens, seed):
+    """Keys and values, each [layers, kv_heads, tokens, head_dim], whose elements all differ."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (page.layers, page.kv_heads, tokens, page.head_dim)
+    keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+    return keys, values
+
+
+def stored(memory, table, tokens):
+    """Keys and values as the attention reads them: [2, layers, kv_heads, tokens, head_dim]."""
+    size = memory.page.block_size
+    found = []
+    for part in range(2):
+        layers = [
+            torch.stack([pages[part][table[i // size], i % size] for i in range(tokens)], 1)
+            for pages in memory.kv
+        ]
+        found.append(torch.stack(layers))
+    return torch.stack(found)
+
+
+@given(
+    tokens=st.integers(1, 40), block=st.integers(1, 9), heads=st.integers(1, 3),
+    seed=st.integers(0, 99), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)  # fmt: skip
+@examples(40)
+def test_any_prefix_lies_in_any_pages(tokens, block, heads, seed, dtype):
+    page = PageShape(block, 2, heads, 16)
+    memory = make_memory(60, dtype=dtype, page=page)
+    keys, values = random_prefix(page, tokens, seed)
+    packed = memory.pack_prefix("doc", "hash", keys, values)
+    assert packed.pages == -(-tokens // block)
+    pages = torch.randperm(60, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = pages[: packed.pages]
+    memory.write_pages(packed, table)
+    wanted = torch.stack([keys, values]).to(dtype)
+    assert torch.equal(stored(memory, table, tokens), wanted)
+    assert torch.equal(memory.read_tokens(table, tokens), wanted)
+    memory.copy_page(table[-1], pages[-1])
+    assert torch.equal(stored(memory, [*table[:-1], pages[-1]], tokens), wanted)
+
+
+def test_prefixes_that_do_not_fit_are_refused():
+    memory = make_memory(12)
+    page = memory.page
+    keys, values = random_prefix(page, 40, 0)
+    with pytest.raises(AdapterError, match="context doc needs 14 pages, there are 11"):
+        memory.pack_prefix("doc", "hash", keys, values)
+    with pytest.raises(AdapterError, match=r"has keys of 2 layers with 3 heads of 5, the engine"):
+        memory.pack_prefix("doc", "hash", keys.repeat(1, 3, 1, 1), values.repeat(1, 3, 1, 1))
+    small = make_memory(60, dtype=torch.float16)
+    with pytest.raises(AdapterError, match=r"beyond the range of torch\.float16"):
+        small.pack_prefix("doc", "hash", keys, values * 1e6)
+
+
+class Memory(RuleBasedStateMachine):
+    """Loads, pins, evicts and removes adapters and prefixes while KV pages come and go."""
 
     @initialize(
         pages=st.integers(5, 30), slots=st.integers(1, 4), bound=st.sampled_from([None, 0, 3000])
@@ -143,7 +178,8 @@ class Adapters(RuleBasedStateMachine):
         self.pool = PagePool(pages)
         self.pool.take(1, Owner.RESERVED)
         self.adapters = AdapterMemory(self.memory, self.pool, host_bytes=bound)
-        self.sides = {Owner.ADAPTER: self.adapters}
+        self.prefixes = PrefixMemory(self.memory, self.adapters.budget)
+        self.sides = {Owner.ADAPTER: self.adapters, Owner.CONTEXT: self.prefixes}
         self.bound, self.largest = bound, 0
         self.known = {}
         self.pins = Counter()
@@ -152,7 +188,7 @@ class Adapters(RuleBasedStateMachine):
         self.count = 0
 
     def side(self, key):
-        return self.adapters
+        return self.adapters if key[0] == "a" else self.prefixes
 
     def one(self, data):
         return data.draw(st.sampled_from(sorted(self.known)))
@@ -181,6 +217,13 @@ class Adapters(RuleBasedStateMachine):
         self.count += 1
         adapter = make_adapter(ranks, self.count, scaling)
         self.add_packed(f"a{self.count}", adapter, lambda: self.memory.pack(adapter))
+
+    @rule(tokens=st.integers(1, 14))
+    def add_prefix(self, tokens):
+        self.count += 1
+        key, parts = f"p{self.count}", random_prefix(self.memory.page, tokens, self.count)
+        pack = partial(self.memory.pack_prefix, key, key, *parts)
+        self.add_packed(key, torch.stack(parts), pack)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), urgent=st.booleans())
@@ -214,8 +257,6 @@ class Adapters(RuleBasedStateMachine):
     def pin(self, data):
         key = self.one(data)
         if key not in self.resident():
-            with pytest.raises(ValueError, match="expected a resident one"):
-                self.side(key).pin(key)
             return
         self.side(key).pin(key)
         self.pins[key] += 1
@@ -292,7 +333,7 @@ class Adapters(RuleBasedStateMachine):
             assert budget.held_bytes <= self.bound + self.largest
 
     @invariant()
-    def slots_hold_their_adapters(self):
+    def slots_and_pages_hold_what_they_should(self):
         if not hasattr(self, "pool"):
             return
         for keys, _ in self.memory.kv:
@@ -305,6 +346,10 @@ class Adapters(RuleBasedStateMachine):
             assert self.adapters.ranks[slot] == self.known[key].rank
             assert self.adapters.scalings[slot] == self.known[key].scaling
         assert not self.adapters.ranks[list(free)].any()
+        for key in self.prefixes.resident:
+            wanted = self.known[key]
+            found = stored(self.memory, list(self.prefixes.held(key)), wanted.shape[3])
+            assert torch.equal(found, wanted)
 
     def teardown(self):
         if hasattr(self, "pool"):
@@ -318,8 +363,8 @@ class Adapters(RuleBasedStateMachine):
             assert self.adapters.budget.held_bytes == self.adapters.budget.idle_pages == 0
 
 
-TestAdapters = Adapters.TestCase
-TestAdapters.settings = examples(30, stateful_step_count=30)
+TestMemory = Memory.TestCase
+TestMemory.settings = examples(40, stateful_step_count=30)
 
 
 def test_what_cannot_be_read_again_hits_only_itself():
@@ -363,7 +408,3 @@ def test_the_same_content_twice_is_held_once():
     assert len(adapters) == 1 and "x" in adapters and "y" not in adapters
     assert adapters.slot("x") >= 0 and adapters.budget.held_bytes == packed.bytes
     adapters.unpin("x")
-    with pytest.raises(ValueError, match="pinned"):
-        adapters.unpin("x")
-    with pytest.raises(KeyError):
-        adapters.remove("y")

@@ -23,7 +23,7 @@ from tests.support.engine_reference import (
 from tests.support.serve_helpers import make_adapter
 from valora_kernels.merge import MergeableWeights
 from valora_serve.errors import AdapterError, QuarantinedError, UnknownModelError
-from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
 from valora_serve.types import Mode
 
 
@@ -99,7 +99,7 @@ def test_the_same_name_with_other_content(base, adapters, reference):
 
 
 def test_no_memory_for_the_copy_that_merging_needs(base, adapters, reference, monkeypatch):
-    plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
+    plan = lambda self, sequences: TorchPlan(self._cache)  # noqa: E731
     monkeypatch.setattr(TorchBackend, "decode_plan", plan)
     engine = make_engine(base, policy="merge_only", prompt_graphs=True, max_tokens=64, chunk=64)
     engine.warm_up()

@@ -33,9 +33,16 @@ from valora_serve.engine import async_engine, profile
 from valora_serve.engine.sizing import machine_of
 from valora_serve.engine.tuning import Tuning, read_table
 from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
-from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
-from valora_serve.model.graphs import GraphRecorder
-from valora_serve.model.work import DECODE, KERNELS, MIXTURE, PROMPT, VISION, Preparation
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
+from valora_serve.model.work import (
+    DECODE,
+    KERNELS,
+    MIXTURE,
+    PROMPT,
+    VISION,
+    GraphRecorder,
+    Preparation,
+)
 from valora_serve.orchestrator.cost_model import load_or_estimate
 from valora_serve.types import Mode
 
@@ -49,7 +56,7 @@ def apart(monkeypatch):
     """No other test sees these tables; plain torch has fixed buffers for decode steps, too."""
     monkeypatch.setattr(lookup, "_tables", {})
     monkeypatch.setattr("valora_kernels.tune.MAX_SETS", 2)
-    monkeypatch.setattr(TorchBackend, "decode_plan", lambda self, _: TorchMixedPlan(self._cache))
+    monkeypatch.setattr(TorchBackend, "decode_plan", lambda self, _: TorchPlan(self._cache))
     yield
     lookup.choose.cache_clear()
 

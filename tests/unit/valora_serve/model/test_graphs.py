@@ -1,8 +1,8 @@
 """Which steps replay a graph, on a CPU, where functions stand for CUDA graphs."""
 
 from tests.support.engine_reference import make_engine, run, tokens
-from valora_serve.model import graphs
-from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
+from valora_serve.model.graphs import Graphs
 from valora_serve.model.work import CROWDED, Preparation
 from valora_serve.types import Request, SamplingParams
 
@@ -13,17 +13,17 @@ def test_steps_whose_page_tables_are_too_long_run_without_a_graph(random_llava, 
     asked = [Request(str(n), token_ids=[*shared, 50 + n], sampling=sampling) for n in range(6)]
     plain = make_engine(str(random_llava), policy="slora")
     expected = tokens(run(plain, asked))
-    plan = lambda self, sequences: TorchMixedPlan(self._cache)  # noqa: E731
+    plan = lambda self, sequences: TorchPlan(self._cache)  # noqa: E731
     monkeypatch.setattr(TorchBackend, "decode_plan", plan)
-    monkeypatch.setattr(TorchMixedPlan, "max_pages", 12)
-    held, told = graphs._holds, set()
+    monkeypatch.setattr(TorchPlan, "max_pages", 12)
+    best, told = Graphs._best, set()
 
-    def noted(plan, tables):
-        found = held(plan, tables)
-        told.add((found, sum(map(len, tables)) <= 12))
+    def noted(self, rows, terms, tables=()):
+        found = best(self, rows, terms, tables)
+        told.add((found is not None, sum(map(len, tables)) <= 12))
         return found
 
-    monkeypatch.setattr(graphs, "_holds", noted)
+    monkeypatch.setattr(Graphs, "_best", noted)
     engine = make_engine(
         str(random_llava), policy="slora", prompt_graphs=True, max_tokens=128, max_requests=8
     )
@@ -41,7 +41,7 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(random_lla
     expected = run(make_engine(str(random_llava), policy="slora"), [*first, *later])
     plans = []
 
-    class Noted(TorchMixedPlan):
+    class Noted(TorchPlan):
         kind = "mixed"
 
         def update(self, rows):

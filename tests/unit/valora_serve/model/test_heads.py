@@ -1,7 +1,7 @@
 """Running heads: against training's modules and closed forms, and mixed in one batch."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -100,32 +100,18 @@ def test_hidden_states_that_are_not_finite_hit_only_their_own_request(value, poo
         np.testing.assert_array_equal(results[number].logits, expected[number].logits)
 
 
-def test_a_head_that_raises_hits_only_itself(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "error", "said"),
+    [("interpret", KeyError("unlucky"), "'unlucky'"),
+     ("inputs", ZeroDivisionError("too short"), "too short")],
+)  # fmt: skip
+def test_a_head_that_raises_hits_only_itself(tmp_path, method, error, said):
+    def fail(*_, **__):
+        raise error
+
     head = read_head(linear(tmp_path, 3, 2), WIDTH)
-    worse = read_head(linear(tmp_path, 4, 3), WIDTH)
-    monkeypatch.setattr(type(head), "interpret", _only_three(type(head).interpret))
-    monkeypatch.setattr(type(head), "inputs", _not_two_tokens(type(head).inputs))
-    tasks = [HeadRequest(worse, hidden(3, 8)), HeadRequest(head, hidden(2, 8)),
-             HeadRequest(head, hidden(3, 8))]  # fmt: skip
-    results = run_heads(tasks)
-    assert "classification head failed: 'unlucky'" in str(results[0])
-    assert "classification head failed: too short" in str(results[1])
-    assert isinstance(results[2], HeadResult)
-
-
-def _only_three(interpret):
-    def wrong(self, logits, sizes, min_score=None):
-        if len(self.labels) != 3:
-            raise KeyError("unlucky")
-        return interpret(self, logits, sizes, min_score)
-
-    return wrong
-
-
-def _not_two_tokens(inputs):
-    def wrong(self, last, visual, places):
-        if float(last[0, 0]) == float(hidden(2, 8)[-1, 0]):
-            raise ZeroDivisionError("too short")
-        return inputs(self, last, visual, places)
-
-    return wrong
+    made = {one.name: getattr(head, one.name) for one in fields(head)}
+    worse = type("Worse", (type(head),), {method: fail})(**made)
+    results = run_heads([HeadRequest(worse, hidden(3, 8)), HeadRequest(head, hidden(3, 8))])
+    assert f"classification head failed: {said}" in str(results[0])
+    assert isinstance(results[1], HeadResult)

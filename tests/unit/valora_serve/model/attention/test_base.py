@@ -1,13 +1,22 @@
-"""Every backend that runs on a CPU, against dense attention computed row by row in fp64."""
+"""Backends on a CPU against dense attention, row by row in fp64; and the choice of one by name."""
+
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.attention_cases import Case, check_steps
+from tests.support.attention_cases import Case, image_case
 from tests.support.cases import others_slow
+from tests.support.engine_reference import make_engine, run, tokens
 from tests.support.lora_cases import DEVICE
+from valora_serve.errors import SettingsError
+from valora_serve.model.attention.flashinfer_backend import FlashInferBackend
+from valora_serve.model.attention.registry import make_backend
+from valora_serve.model.attention.torch_backend import TorchBackend
+from valora_serve.types import Request, SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
@@ -29,18 +38,14 @@ def test_writes_exactly_the_rows_of_the_step(backend):
     case = Case([(5, 1), (0, 6), (2, 3)], block_size=4)
     case.run(backend, 0, 1.0)
     keys, values = case.cache.layers[0]
-    written = set()
     for row, (before, now) in enumerate(case.shares):
         for at in range(before + now):
             place = case.tables[row][at // 4], at % 4
-            written.add(place)
             assert torch.equal(keys[place], case.key[0][row][at])
             assert torch.equal(values[place], case.value[0][row][at])
-    for page in range(keys.shape[0]):
-        for at in range(4):
-            if (page, at) not in written:
-                assert bool(keys[page, at].isnan().all())
-                assert bool(values[page, at].isnan().all())
+    for pages in (keys, values):
+        held = pages.isnan().all(-1).all(-1).logical_not().nonzero().tolist()
+        assert {*map(tuple, held)} == case.written()
     assert bool(case.cache.layers[1][0].isnan().any())  # the other layer's was left alone
 
 
@@ -102,8 +107,85 @@ TRITON = [("triton", seed, shape) for shape in SHAPES for seed in range(3)]
     ("backend", "seed", "shape"), others_slow([*TORCH, TRITON[0]], [*TORCH, *TRITON])
 )
 def test_images_whose_tokens_see_each_other(backend, seed, shape):
-    """In prompts that are computed in random steps."""
     if backend == "triton" and DEVICE == "cuda":
         pytest.skip("tests/gpu runs it on a GPU")
     heads, width, size = shape
-    check_steps(backend, seed, heads=heads, width=width, block_size=size, dtype=torch.float32)
+    case = image_case(seed, heads=heads, width=width, block_size=size)
+    expected = case.expected(0, 0.3)
+    torch.testing.assert_close(case.run(backend, 0, 0.3), expected, rtol=1e-5, atol=1e-5)
+
+
+OUTSIDE = """
+from valora_serve.model.attention.base import AttentionBackend
+from valora_serve.model.attention.torch_backend import TorchBackend
+
+
+class Counting(AttentionBackend):
+    plans = 0
+
+    def plan(self, rows):
+        Counting.plans += 1
+        return TorchBackend(self._cache).plan(rows)
+
+
+extension = Counting
+"""
+
+
+def test_a_backend_of_another_package_serves_requests(installed, random_llava):
+    module = installed("valora.attention_backends", "counting", OUTSIDE)
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    requests = [
+        Request(str(n), text="Where is the cat? " * (1 + n), sampling=sampling) for n in range(4)
+    ]
+    own, other = (
+        make_engine(str(random_llava), attention=name, chunk=24) for name in ("torch", "counting")
+    )
+    expected = tokens(run(own, requests, together=3))
+    assert tokens(run(other, requests, together=3)) == expected
+    assert sys.modules[module].extension.plans > 6
+
+
+def refuse(*_):
+    """FlashInfer raises this where its kernels are of another version."""
+    raise RuntimeError("jit-cache version (0.6.9) does not match\nand more")
+
+
+@pytest.mark.parametrize(
+    ("name", "patched", "said"),
+    [
+        ("nothing", (), "unknown attention backend 'nothing': choose one of flashinfer, torch, t"),
+        ("flashinfer", (), "'flashinfer' needs a CUDA GPU: choose 'torch' on a C"),
+        ("flashinfer", (FlashInferBackend, "gpu_only", False), "'flashinfer' is not installed .*f"),
+        (
+            "flashinfer",
+            (FlashInferBackend, "gpu_only", False),
+            r"\(it computes heads of 64, 128 or 256 elements in 16 bits, and this model's ha",
+        ),
+        ("torch", (TorchBackend, "__init__", refuse), r"'torch' cannot be used \(jit-cache vers"),
+    ],
+)
+def test_backends_that_cannot_be_used(monkeypatch, name, patched, said):
+    library = SimpleNamespace() if "computes" in said else None
+    monkeypatch.setitem(sys.modules, "flashinfer", library)
+    if patched:
+        monkeypatch.setattr(*patched)
+    with pytest.raises(SettingsError, match=said):
+        make_backend(name, Case([(0, 1)]).cache)
+
+
+@pytest.mark.parametrize("nvcc", [False, True])
+@pytest.mark.parametrize("packages", [(), ("flashinfer",), ("flashinfer", "flashinfer_jit_cache")])
+def test_flashinfer_is_taken_where_its_kernels_can_be_had(monkeypatch, nvcc, packages):
+    """Without a CUDA toolkit it can be installed, but its first step would fail."""
+    place = "valora_serve.model.attention.flashinfer_backend"
+    monkeypatch.setattr(f"{place}.find_spec", lambda name: name in packages or None)
+    monkeypatch.setattr(f"{place}.missing_tools", lambda: [] if nvcc else ["nvcc"])
+    told = FlashInferBackend.unsuitable(SimpleNamespace(device=torch.device("cuda")))
+    if not packages:
+        assert told == "flashinfer is not installed"
+    elif nvcc or "flashinfer_jit_cache" in packages:
+        assert told is None
+    else:
+        assert told.startswith("flashinfer compiles its kernels with nvcc, not found here")
+        assert "valora-serve --check" in told

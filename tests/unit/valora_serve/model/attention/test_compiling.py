@@ -10,28 +10,20 @@ from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import make_adapter
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.errors import SettingsError, StoppedError
-from valora_serve.model.attention.torch_backend import TorchBackend, TorchMixedPlan
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
 
-LONG = 300.0
-"""More seconds than any of these tests should take."""
+LONG = 300.0  # more seconds than any of these tests should take
 
 
 class Compiler:
-    """Stands for a compiler that takes as long as a test wants.
-
-    Attributes:
-        release: Ends the compilation.
-        error: What it ends with.
-        attended: Backends of the plans that were made or updated, in their order.
-    """
+    """Stands for a compiler that takes as long as a test wants."""
 
     def __init__(self):
-        self.release = threading.Event()
-        self.error = None
-        self.attended = []
+        self.release = threading.Event()  # ends the compilation
+        self.error = None  # what it ends with
+        self.attended = []  # backends of the plans that were made or updated, in their order
 
     def run(self):
-        """Compile."""
         assert self.release.wait(LONG)
         if self.error is not None:
             raise self.error
@@ -42,7 +34,7 @@ def compiler(monkeypatch):
     """Plain torch is compiled first, and another plain torch stands in for it."""
     made = Compiler()
 
-    class Noted(TorchMixedPlan):
+    class Noted(TorchPlan):
         def __init__(self, backend):
             super().__init__(backend._cache)
             self._backend = backend
@@ -88,9 +80,7 @@ def started(base, adapter, **options):
 
 
 def ended(engine):
-    compiling = engine.runner._compiling
-    compiling.wait(LONG)
-    assert not compiling.running
+    assert engine.runner._wait_on.wait(LONG) and not engine.runner._compiling.running
 
 
 def test_requests_are_answered_before_and_after_another_backend_takes_over(base, adapter, compiler):
@@ -150,9 +140,8 @@ def test_one_that_cannot_be_compiled_never_takes_over(base, adapter, compiler, c
     assert "nvcc has failed" in caplog.text
 
 
-@pytest.mark.parametrize("error", [RuntimeError("nvcc has failed\nwith many lines")])
-def test_one_that_was_named_and_cannot_be_compiled_ends_the_start(base, adapter, compiler, error):
-    compiler.error = error
+def test_one_that_was_named_and_cannot_be_compiled_ends_the_start(base, adapter, compiler):
+    compiler.error = RuntimeError("nvcc has failed\nwith many lines")
     compiler.release.set()
     with pytest.raises(SettingsError, match=r"compiled \(nvcc has failed\): see .* attention=auto"):
         started(base, adapter, attention="torch")
@@ -160,9 +149,8 @@ def test_one_that_was_named_and_cannot_be_compiled_ends_the_start(base, adapter,
 
 @pytest.mark.parametrize("options", [{"attention": "torch"}, {}])
 def test_a_start_that_is_interrupted_waits_for_no_compiler(
-    base, adapter, compiler, monkeypatch,
-    options,
-):  # fmt: skip
+    base, adapter, compiler, monkeypatch, options
+):
     """The compiler is never done, and would be waited for."""
     monkeypatch.setattr("valora_serve.engine.warm_up.PATIENCE", LONG)
     made = make_engine(

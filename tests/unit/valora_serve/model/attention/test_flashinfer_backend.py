@@ -20,16 +20,11 @@ SCALE = 0.5  # of scores; not 1 / √WIDTH
 
 
 class Device:
-    """A device that is behind: what is enqueued runs once the host waits for it.
-
-    Attributes:
-        queue: What is enqueued, the oldest first.
-        computed: Kind of each kernel that has run, and what its plan says first.
-    """
+    """A device that is behind: what is enqueued runs once the host waits for it."""
 
     def __init__(self):
-        self.queue = []
-        self.computed = []
+        self.queue = []  # the oldest first
+        self.computed = []  # kind of each kernel that has run, and what its plan says first
 
     def finish(self):
         """Run everything that is enqueued."""
@@ -110,11 +105,8 @@ class Device:
 
         return SimpleNamespace(plan=plan, run=run)
 
-    def append(self, key, value, owner, position,
-               pages, indices, indptr,
-               last):  # fmt: skip
+    def append(self, key, value, owner, position, pages, indices, indptr, _):
         """FlashInfer's `append_paged_kv_cache`."""
-        del last
 
         def write():
             at = indices[indptr[owner.long()] + position // PAGE].long()
@@ -156,19 +148,16 @@ def empty_cache(pages, heads=HEADS):
 @pytest.mark.parametrize("kind", ["plan", "mixed_plan", "decode_plan"])
 def test_steps_of_a_device_that_is_behind_keep_their_plans(device, kind):
     backend = FlashInferBackend(empty_cache(32))
-    fixed = {
-        "mixed_plan": lambda: backend.mixed_plan(2, 8),
-        "decode_plan": lambda: backend.decode_plan(1),
-    }.get(kind, lambda: None)()
+    fixed = None
+    if kind != "plan":
+        fixed = backend.mixed_plan(2, 8) if kind == "mixed_plan" else backend.decode_plan(1)
     steps = [(1, 5), (1, 14)] if kind == "decode_plan" else [(3, 5), (2, 14), (4, 20)]
     expected = []
     for count, length in steps:
         rows = Rows(np.array([0, count], np.int32), np.array([length], np.int32), [[*range(5)]])
-        if fixed is None:
-            plan = backend.plan(rows)
-        else:
+        plan = fixed or backend.plan(rows)
+        if fixed is not None:
             fixed.update(rows)
-            plan = fixed
         rows_of_plan = 8 if kind == "mixed_plan" else count
         x = torch.zeros(rows_of_plan, HEADS, WIDTH)
         plan.run(0, x, x[:, :KV_HEADS], x[:, :KV_HEADS], 1.0)
@@ -191,10 +180,9 @@ def test_sequences_that_share_a_prefix_fit(kind):
     plan.update(shared)
 
 
-SEQUENCES = st.lists(
-    st.tuples(st.integers(0, 30), st.one_of(st.just(1), st.integers(1, 12))), min_size=1, max_size=6
+SEQUENCES = st.lists(  # tokens that are cached, and rows of the step
+    st.tuples(st.integers(0, 30), st.just(1) | st.integers(1, 12)), min_size=1, max_size=6
 )
-"""Sequences: tokens that are cached, and rows of the step."""
 
 
 @settings(max_examples=12, deadline=None)
@@ -231,13 +219,11 @@ def test_attention_is_that_of_plain_torch(steps, kind):
             query = torch.randn(used, heads, WIDTH, generator=g)
             key, value = torch.randn(2, used, KV_HEADS, WIDTH, generator=g)
             expected = reference.plan(rows).run(0, query, key, value, SCALE)
-            if captured is None:
-                plan = backend.plan(rows)
-                parts = [query, key, value]
-            else:
+            plan, padding = captured or backend.plan(rows), 0
+            if captured is not None:
                 captured.update(rows)
-                plan = captured
-                parts = [pad(x, (0, 0, 0, 0, 0, most - used)) for x in (query, key, value)]
+                padding = most - used
+            parts = [pad(x, (0, 0, 0, 0, 0, padding)) for x in (query, key, value)]
             found = plan.run(0, *parts, SCALE)
             device.finish()
             torch.testing.assert_close(found[:used], expected)
@@ -262,18 +248,14 @@ def test_captured_steps_have_a_decode_kernel_where_many_rows_decode(monkeypatch,
     device, hopper = replaced(monkeypatch, capability), capability == (9, 0)
     backend = FlashInferBackend(empty_cache(32, KV_HEADS))
     assert (backend.crowd(4) is not None) == hopper
-    assert (backend.crowded_plan(4, 16) is not None) == hopper
-    kernels = ["prefill fa3"] if hopper else ["prefill fa2"]
+    prompts = "prefill fa3" if hopper else "prefill fa2"
+    kinds = {"mixed_plan": [prompts]} | ({"crowded_plan": ["decode", prompts]} if hopper else {})
     rows = Rows(np.array([0, 1, 4], np.int32), np.array([9, 3], np.int32), [[1, 2, 3], [4]])
     x = torch.zeros(16, KV_HEADS, WIDTH)
-    for plan, expected in (
-        (backend.mixed_plan(4, 16), kernels),
-        (backend.crowded_plan(4, 16), ["decode", *kernels]),
-    ):
-        if plan is None:
-            continue
+    for kind, expected in kinds.items():
+        device.computed.clear()
+        plan = getattr(backend, kind)(4, 16)
         plan.update(rows)
         plan.run(0, x, x, x, 1.0)
         device.finish()
         assert [name for name, _ in device.computed] == expected
-        device.computed.clear()

@@ -55,37 +55,30 @@ def test_sequences_are_split(splits, monkeypatch):
     check(case.run("triton", 0, 0.3), case)
 
 
-def follow(plan, steps, heads, *sizes, rows):
-    """Run steps through one plan in fixed buffers, on one cache."""
+@pytest.mark.parametrize(
+    ("kind", "heads", "sizes", "steps"),
+    [
+        ("decode_plan", (4, 2), (3,),
+         [[(9, 1), (0, 1), (70, 1)], [(200, 1), (3, 1), (4, 1)], [(0, 1)] * 3]),
+        ("mixed_plan", (6, 2), (4, 48),
+         [[(9, 1), (0, 40)], [(0, 1)], [(30, 30), (3, 1), (0, 2), (64, 9)], [(0, 48)],
+          [(5, 1)] * 4]),
+    ],
+)  # fmt: skip
+def test_steps_in_fixed_buffers(kind, heads, sizes, steps):
+    """One plan follows all of them, on one cache."""
     first = Case(max(steps, key=lambda shares: sum(map(sum, shares))), heads=heads)
-    fixed = getattr(TritonBackend(first.cache), plan)(*sizes)
-    place = fixed._buffer.data_ptr()
+    plan = getattr(TritonBackend(first.cache), kind)(*sizes)
+    buffer = plan._buffer.data_ptr()
     for seed, shares in enumerate(steps):
         case = Case(shares, heads=heads, seed=seed, after=first)
-        fixed.update(case.rows)
+        plan.update(case.rows)
         used = int(case.rows.starts[-1])
-        found = case.run_plan(fixed, 0, 0.3, padding=rows - used)
+        found = case.run_plan(plan, 0, 0.3, padding=sizes[-1] - used)
         check(found[:used], case)
-        assert fixed._buffer.data_ptr() == place
-        written = {
-            (case.tables[row][at // 4], at % 4)
-            for row, (before, now) in enumerate(shares)
-            for at in range(before + now)
-        }
+        assert plan._buffer.data_ptr() == buffer
         held = case.cache.layers[0][0].isfinite().all(-1).all(-1).nonzero().tolist()
-        assert {tuple(place) for place in held} == written  # what pads a step writes nothing
-
-
-def test_steps_of_decoding_rows_in_fixed_buffers():
-    steps = [[(9, 1), (0, 1), (70, 1)], [(200, 1), (3, 1), (4, 1)], [(0, 1)] * 3]
-    follow("decode_plan", steps, (4, 2), 3, rows=3)
-
-
-def test_mixed_steps_in_fixed_buffers():
-    steps = [
-        [(9, 1), (0, 40)], [(0, 1)], [(30, 30), (3, 1), (0, 2), (64, 9)], [(0, 48)], [(5, 1)] * 4,
-    ]  # fmt: skip
-    follow("mixed_plan", steps, (6, 2), 4, 48, rows=48)
+        assert {*map(tuple, held)} == case.written()  # what pads a step writes nothing
 
 
 def test_an_engine_answers_alike(random_llava):

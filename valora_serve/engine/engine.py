@@ -47,9 +47,8 @@ from valora_serve.model.runner import ModelRunner
 from valora_serve.model.sampler import BROKEN, StepLogprobs
 from valora_serve.model.work import StepResult, Work
 from valora_serve.orchestrator.cost_model import CostModel, load_or_estimate
-from valora_serve.orchestrator.decision import Decision, StepLimits, View, window
+from valora_serve.orchestrator.decision import Decision, DecisionTrace, StepLimits, View, window
 from valora_serve.orchestrator.registry import POLICIES, make_policy
-from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.parallel.group import Group
 from valora_serve.tokens import text_and_bytes
 from valora_serve.types import (

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
+from valora_serve.orchestrator.admission import EarlyAbort, FairShares
 from valora_serve.orchestrator.batching import FOREVER, BatchBuilder, BatchPlan
 from valora_serve.orchestrator.cost_model import CostModel, StepShape
 from valora_serve.orchestrator.decision import Decision, PolicySettings, RequestView, View
-from valora_serve.orchestrator.early_abort import EarlyAbort
-from valora_serve.orchestrator.fairness import FairShares
 from valora_serve.types import Mode
 
 URGENT = 1.5  # a request is urgent while its time left is below this multiple of its predicted time

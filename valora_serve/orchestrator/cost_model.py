@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,35 +132,21 @@ class CostModel:
     def step(self, s: StepShape) -> float:
         """Predict the seconds of a step; 0 for an empty step."""
         if s.prefill:
-            c = self.prefill_seconds
-            n = self.rows(s.decode + s.prefill)
+            c, lora, n = self.prefill_seconds, 8, self.rows(s.decode + s.prefill)
             time = c[0] + c[1] * n + c[5] * s.kv_tokens + c[6] * s.pairs + c[7] * s.images
-            if n > 128:
-                time += c[2] * (n - 128)
-                if n > 256:
-                    time += c[3] * (n - 256)
-                    if n > 512:
-                        time += c[4] * (n - 512)
-            if s.terms:
-                time += c[8] + c[9] * s.ranks + c[10] * s.work
-                if s.mode is Mode.MIXTURE:
-                    time += c[11]
-            if time < self.uncaptured_seconds and not self.is_captured(n):
-                return self.uncaptured_seconds
-            return time
-        if not s.decode:
-            return 0.0
-        c = self.decode_seconds
-        n = s.decode
-        time = c[0] + c[1] * n + c[4] * s.kv_tokens
-        if n > 64:
-            time += c[2] * (n - 64)
-            if n > 256:
-                time += c[3] * (n - 256)
+            time += c[2] * max(0, n - 128) + c[3] * max(0, n - 256) + c[4] * max(0, n - 512)
+        else:
+            c, lora, n = self.decode_seconds, 5, s.decode
+            if not n:
+                return 0.0
+            time = c[0] + c[1] * n + c[4] * s.kv_tokens
+            time += c[2] * max(0, n - 64) + c[3] * max(0, n - 256)
         if s.terms:
-            time += c[5] + c[6] * s.ranks + c[7] * s.work
+            time += c[lora] + c[lora + 1] * s.ranks + c[lora + 2] * s.work
             if s.mode is Mode.MIXTURE:
-                time += c[8]
+                time += c[lora + 3]
+        if s.prefill and time < self.uncaptured_seconds and not self.is_captured(n):
+            return self.uncaptured_seconds
         return time
 
     def is_captured(self, rows: int) -> bool:
@@ -196,46 +183,35 @@ class CostModel:
     def fit(
         self,
         points: Sequence[tuple[StepShape, float]],
-        *,
-        machine: str,
-        model: str,
         merges: Sequence[tuple[int, float]] = (),
         unmerges: Sequence[float] = (),
         loads: Sequence[tuple[int, float]] = (),
-        captured_rows: tuple[int, ...] = (),
-        uncaptured_seconds: float = 0.0,
-        lora_known: bool = False,
+        **facts: Any,
     ) -> CostModel:
         """Fit a cost model to measurements, by non-negative least squares of the relative errors.
 
-        `points` are steps with their seconds, `merges` and `loads` ranks with theirs. A coefficient
-        that occurs in no measurement keeps the value of this model.
+        `points` are steps with their seconds, `merges` and `loads` ranks with theirs, and `facts`
+        other fields. A coefficient that occurs in no measurement keeps the value of this model.
         """
         times = [t for _, t in (*points, *merges, *loads)] + list(unmerges)
         if not all(0 < t < math.inf for t in times):
             raise CostModelError(
                 "A measured time is not a positive number; profile the engine again."
             )
-        known = replace(self, captured_rows=captured_rows)
+        known = replace(self, measured=True, **facts)
         decode = [(_row(s, s.decode), t) for s, t in points if not s.prefill]
         # Steps that wait for the host say nothing about the cost of tokens.
         prefill = [
             (_row(s, known.rows(rows)), t) for s, t in points for rows in [s.decode + s.prefill]
-            if s.prefill and (t > HOST_BOUND * uncaptured_seconds or known.is_captured(rows))
+            if s.prefill and (t > HOST_BOUND * known.uncaptured_seconds or known.is_captured(rows))
         ]  # fmt: skip
         fitted = replace(
-            self,
-            machine=machine,
-            model=model,
+            known,
             decode_seconds=_fit(decode, self.decode_seconds),
             prefill_seconds=_fit(prefill, self.prefill_seconds),
             merge_seconds=_line(merges, self.merge_seconds),
             unmerge_seconds=float(np.median(unmerges)) if len(unmerges) else self.unmerge_seconds,
             load_seconds=_line(loads, self.load_seconds),
-            captured_rows=captured_rows,
-            uncaptured_seconds=uncaptured_seconds,
-            measured=True,
-            lora_known=lora_known,
         )
         errors = [abs(fitted.step(s) / t - 1) for s, t in points]
         return replace(fitted, error=float(np.median(errors)) if errors else None)
@@ -283,7 +259,7 @@ _TERMS = {"decode_seconds": DECODE_TERMS, "prefill_seconds": PREFILL_TERMS}
 
 
 def cache_path(folder: Path, machine: str, model: str) -> Path:
-    """Return the path at which the costs of a model on a machine are cached."""
+    """Path at which the costs of a model on a machine are cached."""
     names = ("".join(c if c.isalnum() else "-" for c in n.lower()) for n in (machine, model))
     return folder / "costs" / "--".join(names) / "costs.json"
 

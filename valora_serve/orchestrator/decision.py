@@ -8,14 +8,18 @@ the switch to `mode` and `merged`, `prefetch` (as memory allows), `batch`.
 from __future__ import annotations
 
 import heapq
+import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import TextIO
 
 from valora_serve.errors import SettingsError
 from valora_serve.types import Mode
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -134,6 +138,38 @@ class Decision:
     # The decision holds for all steps that start before this time, as long as no request arrives,
     # ends, finishes its prompt or needs a page and no adapter finishes loading; 0: this step only.
     until: float = 0.0
+
+
+class DecisionTrace:
+    """Writes one line per decision, until the file cannot be written any more (a full disk).
+
+    Time in seconds, mode, merged adapter, rows (``d`` decode, ``p`` prompt tokens), running and
+    waiting requests, prefetched adapters, preempted and aborted requests if any, reason.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file: TextIO | None = file
+
+    def write(self, view: View, decision: Decision) -> None:
+        """Write the line of one step."""
+        if self._file is None:
+            return
+        prefilling = {r.id for r in view.waiting} | {r.id for r in view.running if r.prompt_left}
+        tokens = sum(n for key, n in decision.batch if key in prefilling)
+        decodes = sum(key not in prefilling for key, _ in decision.batch)
+        notes = [f"+{name}" for name in decision.prefetch]
+        notes += [f"preempt {key}" for key in decision.preempt]
+        notes += [f"abort {key}: {why}" for key, why in decision.abort]
+        line = (
+            f"{view.now:12.6f} {decision.mode:8} {decision.merged or '-':16} "
+            f"{decodes:4d}d+{tokens}p run {len(view.running)} wait {len(view.waiting)}  "
+            f"{' '.join([*notes, decision.reason])}\n"
+        )
+        try:
+            self._file.write(line)
+        except OSError as error:
+            log.warning("the decision trace ends here, as it cannot be written: %s", error)
+            self._file = None
 
 
 MAX_SHARE = 1e6

@@ -20,9 +20,8 @@ from rich.table import Table
 
 from valora_data.errors import ValoraError
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
-from valora_serve.orchestrator.decision import PolicySettings
+from valora_serve.orchestrator.decision import DecisionTrace, PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
-from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.routing.base import Router, RouterSettings
 from valora_serve.routing.routers import ROUTERS
 from valora_serve.workloads import traces

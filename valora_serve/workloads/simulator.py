@@ -24,8 +24,14 @@ from valora_serve.memory.block_manager import Owner, PagePool
 from valora_serve.memory.residency import Entry, MemoryBudget, Residency
 from valora_serve.orchestrator.base import BasePolicy
 from valora_serve.orchestrator.cost_model import DECODE_TERMS, CostModel, step_shape
-from valora_serve.orchestrator.decision import Decision, RequestView, StepLimits, View, window
-from valora_serve.orchestrator.trace import DecisionTrace
+from valora_serve.orchestrator.decision import (
+    Decision,
+    DecisionTrace,
+    RequestView,
+    StepLimits,
+    View,
+    window,
+)
 from valora_serve.types import Mode
 from valora_serve.workloads.traces import BASE, Workload
 

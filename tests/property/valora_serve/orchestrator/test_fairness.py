@@ -15,8 +15,8 @@ from tests.property.valora_serve.orchestrator.test_policies import (
 )
 from tests.support.random_tests import examples
 from valora_serve.errors import SettingsError
+from valora_serve.orchestrator.admission import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShares
 from valora_serve.orchestrator.decision import PolicySettings, RequestView, StepLimits, window
-from valora_serve.orchestrator.fairness import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShares
 
 KEEPS = ["cost", "valora", "unmerge_only", "slora", "by_name"]
 """Policies that leave no waiting request out."""

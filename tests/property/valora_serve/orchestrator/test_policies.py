@@ -20,9 +20,14 @@ from tests.support.random_tests import examples
 from valora_serve.orchestrator.base import BasePolicy
 from valora_serve.orchestrator.batching import BatchPlan
 from valora_serve.orchestrator.cost_model import H200_7B, step_shape
-from valora_serve.orchestrator.decision import PolicySettings, RequestView, StepLimits, View
+from valora_serve.orchestrator.decision import (
+    DecisionTrace,
+    PolicySettings,
+    RequestView,
+    StepLimits,
+    View,
+)
 from valora_serve.orchestrator.registry import POLICIES, make_policy
-from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import Mode
 
 PAGE = 4  # tokens

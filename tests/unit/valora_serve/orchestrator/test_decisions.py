@@ -11,9 +11,8 @@ from tests.bench.valora_serve.sim_slora import LastComeFirstServed
 from tests.support import policy_views
 from tests.support.policy_views import COSTS, LIMITS, policy, taken, view, waiting
 from valora_serve.orchestrator.cost_model import H200_7B, StepShape
-from valora_serve.orchestrator.decision import PolicySettings, window
+from valora_serve.orchestrator.decision import DecisionTrace, PolicySettings, window
 from valora_serve.orchestrator.registry import POLICIES, make_policy
-from valora_serve.orchestrator.trace import DecisionTrace
 from valora_serve.types import Mode
 
 MERGED, MIXTURE, UNMERGED = Mode.MERGED, Mode.MIXTURE, Mode.UNMERGED

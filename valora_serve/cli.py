@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,6 @@ from valora_serve.server.access.keys import ROLES, new_key
 from valora_serve.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    import socket
-
     import uvicorn
 
     from valora_serve.engine.process import EngineProcess
@@ -87,17 +86,16 @@ def read(
     from valora_serve import options
 
     classes = (ServerSettings, EngineSettings, ReplicaSettings)
-    own, made = options.load(parser(), arguments, classes, ["bundles"], file or {})
-    server, engine, replicas = made
+    bundles, (server, engine, replicas) = options.load(parser(), arguments, classes, file or {})
     if engine.context_length is not None and engine.context_length < SHORTEST_CONTEXT:
         raise SettingsError(
             f"context_length is {engine.context_length}: name at least {SHORTEST_CONTEXT} tokens, "
             "which a question and its answer take, or leave it out for the model's own"
         )
-    return own["bundles"], server, engine, replicas
+    return bundles, server, engine, replicas
 
 
-def serve(
+async def serve(
     bundles: Sequence[str],
     settings: ServerSettings,
     engine_settings: EngineSettings,
@@ -105,8 +103,61 @@ def serve(
     on_started: Callable[[str], None] | None = None,
 ) -> int:
     """Load and verify the bundles, print what is served, and serve until a signal comes."""
+    from valora_serve.engine.process import EngineProcess
+    from valora_serve.server.app import make_server
+    from valora_serve.server.constrain import read_tokenizer
+    from valora_serve.server.listen import bind
+    from valora_serve.server.loading import startup
+    from valora_serve.server.media.pool import shared_pool
+
+    began = time.monotonic()
+    with contextlib.ExitStack() as held:
+        _prepare(settings, engine_settings, held)
+        sockets = bind(settings)
+        folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
+        engine_settings = startup.follow_bundles(engine_settings, folders)
+        address = f"unix:{settings.unix_socket}"
+        if not settings.unix_socket:
+            scheme = "https" if settings.tls_cert else "http"
+            address = f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
+
+        def announce(found: Served | None) -> None:
+            if found is not None:  # else the board of replicas has started anew meanwhile
+                _tell(found, address, began)
+            if on_started:
+                on_started(address)
+
+        if replica_settings.replicas is not None:
+            from valora_serve.replicas.cluster import run
+
+            await run(sockets, folders, settings, engine_settings, replica_settings, announce)
+            return 0
+        shared_pool().start()  # ready by the time that the model is loaded
+        engine = await EngineProcess.start(engine_settings, read_tokenizer)
+        try:
+            app, found = await startup.make_app(engine, settings, folders, engine_settings)
+            server = make_server(app, settings)
+        except BaseException:
+            await engine.close()
+            raise
+        watching = asyncio.create_task(_watch(server, engine, partial(announce, found)))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # uvicorn raises those that it has handled again
+        with short_pauses():
+            await server.serve(sockets)
+        watching.cancel()
+        if engine.lost is None:
+            return 0
+        print(f"error: {engine.lost}", file=sys.stderr, flush=True)
+        os._exit(1)  # collectives may wait for the lost process for ever
+
+
+def _prepare(
+    settings: ServerSettings, engine_settings: EngineSettings, held: contextlib.ExitStack
+) -> None:
+    """Refuse wrong settings before models are loaded, and take the lock of the state file."""
     from valora_serve.server.access.keys import KeyRing
-    from valora_serve.server.listen import bind, check_certificate
+    from valora_serve.server.listen import check_certificate
     from valora_serve.server.loading import startup
     from valora_serve.server.loading.served_set import check_folder
     from valora_serve.server.loading.state_file import StateFile, own_state
@@ -115,26 +166,19 @@ def serve(
     from valora_serve.server.samples import Samples
     from valora_serve.server.telemetry import logs
 
-    began = time.monotonic()
     logs.set_up(settings.log_level, settings.log_format)
-    # Wrong settings are reported before models are loaded.
     keys = KeyRing(settings)
     if engine_settings.share_by == "key":
         startup.tell_of_unknown("shares", engine_settings.shares, "key", keys.names)
     check_certificate(settings)
-    Samples(settings)  # a folder that cannot be written is refused before a model is loaded
+    Samples(settings)
     if make_resolvers(settings.adapter_sources):
         lock_folder(Path(settings.adapter_cache)).release()
-    with contextlib.ExitStack() as held:
-        if settings.allow_runtime_loading:
-            held.enter_context(own_state(Path(settings.state_file)))
-        if settings.adapter_folder:
-            check_folder(settings.adapter_folder)
-            StateFile(settings.state_file).read()
-        sockets = bind(settings)
-        return asyncio.run(
-            _serve(sockets, bundles, settings, engine_settings, replica_settings, began, on_started)
-        )
+    if settings.allow_runtime_loading:
+        held.enter_context(own_state(Path(settings.state_file)))
+    if settings.adapter_folder:
+        check_folder(settings.adapter_folder)
+        StateFile(settings.state_file).read()
 
 
 def _check(
@@ -152,63 +196,6 @@ def _check(
         for one in map(read_bundle, folders):
             check_base(one, engine.base, found, one.manifest["base"].get("quantize"))
     return check(engine, folders, settings.max_connections)
-
-
-async def _serve(
-    sockets: list[socket.socket],
-    bundles: Sequence[str],
-    settings: ServerSettings,
-    engine_settings: EngineSettings,
-    replica_settings: ReplicaSettings,
-    began: float,
-    on_started: Callable[[str], None] | None,
-) -> int:
-    from functools import partial
-
-    from valora_serve.engine.process import EngineProcess
-    from valora_serve.server.app import make_server
-    from valora_serve.server.constrain import read_tokenizer
-    from valora_serve.server.loading import startup
-    from valora_serve.server.media.pool import shared_pool
-
-    folders = startup.find_bundles(bundles, Path(settings.state_file).parent / "downloads")
-    engine_settings = startup.follow_bundles(engine_settings, folders)
-    address = f"unix:{settings.unix_socket}"
-    if not settings.unix_socket:
-        scheme = "https" if settings.tls_cert else "http"
-        address = f"{scheme}://{settings.host}:{sockets[0].getsockname()[1]}/"
-    if replica_settings.replicas is not None:
-        from valora_serve.replicas.cluster import run
-
-        def announce(found: Served | None) -> None:
-            if found is not None:  # else the board has started anew meanwhile
-                _tell(found, address, began)
-            if on_started:
-                on_started(address)
-
-        await run(sockets, folders, settings, engine_settings, replica_settings, announce)
-        return 0
-    shared_pool().start()  # ready by the time that the model is loaded
-    engine = await EngineProcess.start(engine_settings, read_tokenizer)
-    try:
-        app, found = await startup.make_app(engine, settings, folders, engine_settings)
-        server = make_server(app, settings)
-    except BaseException:
-        await engine.close()
-        raise
-    _tell(found, address, began)
-    watching = asyncio.create_task(
-        _watch(server, engine, on_started and partial(on_started, address))
-    )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # uvicorn raises those that it has handled again
-    with short_pauses():
-        await server.serve(sockets)
-    watching.cancel()
-    if engine.lost is None:
-        return 0
-    print(f"error: {engine.lost}", file=sys.stderr, flush=True)
-    os._exit(1)  # collectives may wait for the lost process for ever
 
 
 def _tell(found: Served, address: str, began: float) -> None:
@@ -231,13 +218,12 @@ def _tell(found: Served, address: str, began: float) -> None:
 
 
 async def _watch(
-    server: uvicorn.Server, engine: EngineProcess, on_started: Callable[[], None] | None
+    server: uvicorn.Server, engine: EngineProcess, on_started: Callable[[], None]
 ) -> None:
     """Call `on_started`, and end the server when its engine has lost a process of its group."""
     while not server.started:
         await asyncio.sleep(0.02)
-    if on_started:
-        on_started()
+    on_started()
     while engine.lost is None or engine.healthy:
         await asyncio.sleep(WATCH_SECONDS)
     server.should_exit = True
@@ -307,7 +293,8 @@ def main(
             return make_key(given[1:])
         if given and given[0] in _GONE:
             raise SettingsError(f"the command {given[0]} is gone: {_GONE[given[0]]}")
-        return _check(*read(given)) if "--check" in given else serve(*read(given), on_started)
+        found = read(given)
+        return _check(*found) if "--check" in given else asyncio.run(serve(*found, on_started))
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

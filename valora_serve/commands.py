@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 
 from valora_data.errors import UnknownNameError, ValoraError
 from valora_data.registry import Registry
@@ -36,53 +37,36 @@ ABOUT = {
     "sim": "compare policies and routers on a simulated workload (valora-sim)",
 }
 """What the commands of this repository do, in the order of use."""
-_HELP = {"-h", "--help", "help"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point: the exit status of the command that is named first; 2 if there is none."""
     encode_all_output()
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or ["help"]
-    if name in _HELP:
-        print(_overview())
+    if name in ("-h", "--help", "help"):
+        about = ABOUT | dict.fromkeys(sorted(set(COMMANDS) - {*ABOUT}), "(of another package)")
+        lines = [f"  {command:<9} {what}" for command, what in about.items()]
+        print("usage: valora COMMAND [arguments]\n", *lines, sep="\n")
+        print("\nvalora COMMAND --help explains a command.")
         return 0
     if name == "--version":
-        from importlib.metadata import version
-
         print(f"valora {version('valora')}")
         return 0
     if name == "doctor":  # of earlier releases: `valora-serve` says what to use instead
         name, rest = "serve", [name]
     try:
         command = COMMANDS[name]
-    except UnknownNameError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        return _missing(name, error)
-    sys.argv = [f"valora {name}", *rest]
-    try:
+        sys.argv = [f"valora {name}", *rest]
         return command() or 0
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UnknownNameError) else 1
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("valora_"):
+            raise
+        extra = "train" if name in ("fuse", "label") else "serve"
+        print(f"error: {error.name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
         return 1
-
-
-def _missing(name: str, error: ModuleNotFoundError) -> int:
-    if (error.name or "").startswith("valora_"):
-        raise error
-    extra = "train" if name in ("fuse", "label") else "serve"
-    print(f"error: {error.name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
-    return 1
-
-
-def _overview() -> str:
-    others = sorted(set(COMMANDS) - {*ABOUT})
-    lines = [f"  {name:<9} {ABOUT.get(name, '(of another package)')}" for name in [*ABOUT, *others]]
-    return "\n".join([
-        "usage: valora COMMAND [arguments]", "", *lines, "",
-        "valora COMMAND --help explains a command.",
-    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from pydantic import BeforeValidator, Field, ValidationError, create_model
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
     YamlConfigSettingsSource,
@@ -49,14 +48,9 @@ class _OptionSettings(BaseSettings):
     )
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
+    def settings_customise_sources(  # type: ignore[override]
+        cls, _: type[BaseSettings], *, init_settings: Any, env_settings: Any, **__: Any
+    ) -> tuple[Any, ...]:
         """The environment takes precedence over the file, which is passed as arguments."""
         return env_settings, init_settings
 
@@ -80,17 +74,16 @@ def load(
     parser: argparse.ArgumentParser,
     arguments: Sequence[str],
     classes: Sequence[type],
-    lists: Iterable[str] = (),
-    content: Mapping[str, Any] = {},  # of a file that has been read already
-) -> tuple[dict[str, Any], list[Any]]:
+    content: Mapping[str, Any],  # of a file that has been read already
+) -> tuple[list[str], list[Any]]:
     """Read settings; the command line takes precedence over the environment, that over the file.
 
-    The parser has an option ``--config`` for a YAML or TOML file, and gets one for every field of
-    the settings dataclasses `classes`, no two of which share a name. `lists` are arguments of the
-    parser that the environment and the file may set as well. Returns values of the parser's own
-    arguments, and one object of each of the classes.
+    The parser has arguments ``bundles``, which the environment and the file may set as well, and an
+    option ``--config`` for a YAML or TOML file; it gets an option for every field of the settings
+    dataclasses `classes`, no two of which share a name. Returns the bundles, and one object of each
+    of the classes.
     """
-    model = _model(classes, lists)
+    model = _model(classes)
     groups: dict[str, Any] = {}
     for cls in classes:
         group = parser.add_argument_group((inspect.getdoc(cls) or "").splitlines()[0].rstrip("."))
@@ -126,7 +119,7 @@ def load(
         raise SettingsError(_sentence(error)) from error
     except ValueError as error:
         raise SettingsError(str(error)) from error
-    return own | {name: own[name] or getattr(found, name) for name in lists}, made
+    return own["bundles"] or found.bundles, made
 
 
 def helps(cls: type) -> dict[str, str]:
@@ -137,11 +130,9 @@ def helps(cls: type) -> dict[str, str]:
     return {name: " ".join(text.replace("`", "").split()) for name, colon, text in found if colon}
 
 
-def _model(classes: Sequence[type], lists: Iterable[str]) -> type[_OptionSettings]:
-    fields: dict[str, Any] = {
-        name: (Annotated[list[str], BeforeValidator(partial(_parsed, name, list[str]))], [])
-        for name in lists
-    }
+def _model(classes: Sequence[type]) -> type[_OptionSettings]:
+    read = BeforeValidator(partial(_parsed, "bundles", list[str]))
+    fields: dict[str, Any] = {"bundles": (Annotated[list[str], read], [])}
     for cls in classes:
         hints, texts = typing.get_type_hints(cls), helps(cls)
         limited = typing.get_type_hints(cls, include_extras=True)

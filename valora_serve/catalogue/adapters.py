@@ -27,7 +27,7 @@ from valora_data.contract.files import (
     shown,
 )
 from valora_data.models.base import Architecture, ModelPart
-from valora_serve.catalogue.patterns import MAX_PATTERNS, Expression, match_all, plain
+from valora_serve.catalogue.patterns import MAX_PATTERNS, place
 from valora_serve.errors import AdapterError, pickle_error
 
 CONFIG = "adapter_config.json"
@@ -173,9 +173,9 @@ def read_adapter(folder: Path, targets: ModelTargets) -> Adapter:
 
 
 def _read(folder: Path, targets: ModelTargets) -> Adapter:
-    rules = _Rules(_read_config(folder))
+    config = _read_config(folder)
     tensors = _read_tensors(folder, targets)
-    score = _take_score(rules, tensors)
+    score = _take_score(config, tensors)
     found: dict[str, Halves] = {}
     stored: dict[str, str] = {}
     for name, tensor in tensors.items():
@@ -200,11 +200,11 @@ def _read(folder: Path, targets: ModelTargets) -> Adapter:
         stored[path] = stored_path
     if not found:
         raise ValueError("it holds no tensors: save it again")
-    # Sorted, as files list tensors in any order: what was matched once is matched no more.
-    rules.match(tuple(sorted({*found, *stored.values()})))
+    paths = sorted(found, key=list(targets.linears).index)
+    places = place(config, [(path, stored[path]) for path in paths])
     modules = {
-        path: _pair(rules, (path, stored[path]), found[path], targets.linears[path])
-        for path in sorted(found, key=list(targets.linears).index)
+        path: _pair(path, numbers, found[path], targets.linears[path], rslora=config["use_rslora"])
+        for path, numbers in zip(paths, places, strict=True)
     }
     scalings = Counter(pair.scaling for pair in modules.values() if pair.scaling)
     vision = {
@@ -248,6 +248,10 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"init_lora_weights = {shown(start)} changed the base weights; convert it with PEFT's "
             "path_initial_model_for_weight_conversion"
         )
+    try:
+        _check_rules(config)
+    except ValueError as error:
+        raise ValueError(f"{CONFIG} is damaged: {error}; save the adapter again") from error
     return config
 
 
@@ -274,17 +278,17 @@ def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor
     return tensors
 
 
-def _take_score(rules: _Rules, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+def _take_score(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
     """Take the output layer of a sequence classifier; refuse other modules trained whole."""
-    saved, score = rules.saved, None
+    saved, score = config["modules_to_save"], None
     named = [name for name in tensors if name.removeprefix(_PREFIX) == "score.weight"]
-    if len(named) == 1 and rules.task in (None, "SEQ_CLS"):
+    if len(named) == 1 and config.get("task_type") in (None, "SEQ_CLS"):
         score = tensors.pop(named[0])
     for name in tensors:
         if ".lora_" not in name and any(f".{module}." in f".{name}" for module in saved):
             raise ValueError(
                 f"tensor {name} belongs to a module that was trained whole (modules_to_save = "
-                f"{shown(list(saved))}), which cannot be served; {MERGE}, or train it again "
+                f"{shown(saved)}), which cannot be served; {MERGE}, or train it again "
                 "without that module"
             )
     # PEFT lists both names of output layers for every classifier.
@@ -305,125 +309,51 @@ NUMBERS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
 """Numbers by pattern, for all other modules, and what they must be."""
 
 
-class _Rules:
-    """What `adapter_config.json` says of modules, read as PEFT reads it; first `match` paths."""
+def _check_rules(config: dict[str, Any]) -> None:
+    """Check what a configuration says of modules; lists and patterns that it leaves out are empty.
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        self._config = config
-        try:
-            if "r" not in config or "lora_alpha" not in config:
-                raise ValueError("expected r and lora_alpha")  # noqa: TRY301
-            for option, general, fine, what in NUMBERS:
-                given = config.setdefault(option, {}) or {}
-                few = isinstance(given, dict) and len(given) <= MAX_PATTERNS
-                expect(few, option, f"at most {MAX_PATTERNS} values by pattern", given)
-                config[option] = given
-                expect(fine(config[general]), general, what, config[general])
-                for key, value in given.items():
-                    expect(fine(value), f"{option}.{shown(key)}", what, value)
-            self.rslora = config.get("use_rslora") or False
-            expect(isinstance(self.rslora, bool), "use_rslora", "true or false", self.rslora)
-            layers = config.get("layers_to_transform")
-            layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
-            for layer in layers:
-                expect(type(layer) is int, "layers_to_transform", "whole numbers", layer)
-            self._layers = frozenset(layers)
-            self._targets, self._excluded = (
-                names if isinstance(names, str) else frozenset(names)
-                for names in map(self._names, ("target_modules", "exclude_modules"))
-            )
-            pattern = self._names("layers_pattern")
-            self._layers_pattern = [pattern] if isinstance(pattern, str) else pattern
-            self.saved = self._names("modules_to_save")
-            expect(isinstance(self.saved, list), "modules_to_save", "a list of names", self.saved)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{CONFIG} is damaged: {error}; save the adapter again") from error
-        self.task = config.get("task_type")
-
-    def _names(self, option: str) -> Any:
-        value = self._config.get(option) or []
+    Raises a ValueError.
+    """
+    for option, general, fine, what in NUMBERS:
+        config[option] = given = config.get(option) or {}
+        few = isinstance(given, dict) and len(given) <= MAX_PATTERNS
+        expect(few, option, f"at most {MAX_PATTERNS} values by pattern", given)
+        expect(fine(config.get(general)), general, what, config.get(general))
+        for key, value in given.items():
+            expect(fine(value), f"{option}.{shown(key)}", what, value)
+    config["use_rslora"] = rslora = config.get("use_rslora") or False
+    expect(isinstance(rslora, bool), "use_rslora", "true or false", rslora)
+    layers = config.get("layers_to_transform")
+    layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
+    for layer in layers:
+        expect(type(layer) is int, "layers_to_transform", "whole numbers", layer)
+    config["layers_to_transform"] = layers
+    for option in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
+        config[option] = value = config.get(option) or []
         names = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        expect(names or isinstance(value, str), option, "a list of names", value)
-        return value
-
-    def match(self, paths: tuple[str, ...]) -> None:
-        """Match all expressions against all module paths that will be asked for."""
-        wanted = [
-            *(_suffix(option, key) for option, *_ in NUMBERS for key in self._config[option]
-              if not plain(key)),
-            *(_layer(pattern) for pattern in self._layers_pattern if self._layers),
-            *(Expression(name, "fullmatch", value)
-              for name, value in (("target_modules", self._targets),
-                                  ("exclude_modules", self._excluded))
-              if value and isinstance(value, str)),
-        ]  # fmt: skip
-        expressions = tuple(dict.fromkeys(wanted))
-        try:
-            rows = match_all(expressions, paths)
-        except AdapterError as error:
-            raise ValueError(f"{CONFIG} is damaged: {error}") from error
-        self._found: dict[Expression, dict[str, Any]] = {
-            expression: dict(zip(paths, row, strict=True))
-            for expression, row in zip(expressions, rows, strict=True)
-        }
-        for option, *_ in NUMBERS:
-            for one in (_suffix(option, key) for key in filter(plain, self._config[option])):
-                match = re.compile(one.pattern).match  # which cannot hang
-                self._found[one] = {path: match(path) for path in paths}
-
-    def number(self, option: str, general: str, paths: tuple[str, str]) -> Any:
-        """That of the first pattern that matches a path or its end after a dot, or the general."""
-        for path in dict.fromkeys(paths):
-            for pattern, value in self._config[option].items():
-                if self._found[_suffix(option, pattern)][path] is not None:
-                    return value
-        return self._config[general]
-
-    def targeted(self, path: str) -> bool:
-        targets = self._targets
-        if self._named("exclude_modules", self._excluded, path):
-            return False
-        if isinstance(targets, str) and targets.lower() == "all-linear":
-            return True
-        if not self._named("target_modules", targets, path):
-            return False
-        if not self._layers or isinstance(targets, str):
-            return True
-        if self._layers_pattern:
-            rows = (self._found[_layer(pattern)][path] for pattern in self._layers_pattern)
-            number = next((row for row in rows if row is not None), None)
-        else:
-            match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
-            number = None if match is None else match[1]
-        return int(number) in self._layers if number else False
-
-    def _named(self, option: str, names: str | frozenset[str], path: str) -> bool:
-        if isinstance(names, str):
-            return self._found[Expression(option, "fullmatch", names)][path] is not None
-        ends = (path[at + 1 :] for at, character in enumerate(path) if character == ".")
-        return path in names or any(end in names for end in ends)
-
-
-def _suffix(option: str, pattern: str) -> Expression:
-    return Expression(option, "match", rf"(.*\.)?({pattern})$")
-
-
-def _layer(pattern: str) -> Expression:
-    return Expression("layers_pattern", "match", rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\.")
+        one = isinstance(value, str) and option != "modules_to_save"
+        expect(names or one, option, "a list of names", value)
+    if isinstance(config["layers_pattern"], str):
+        config["layers_pattern"] = [config["layers_pattern"]]
 
 
 def _pair(
-    rules: _Rules, paths: tuple[str, str], tensors: Halves, shape: tuple[int, int]
+    path: str,
+    numbers: tuple[int, float] | None,
+    tensors: Halves,
+    shape: tuple[int, int],
+    *,
+    rslora: bool,
 ) -> LoraPair:
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]
         raise ValueError(f"{only} has no partner; save the adapter again")
-    if not any(rules.targeted(path) for path in paths):
+    if numbers is None:
         raise ValueError(
             f"tensor {tensors['A'][0]} is of a module that target_modules does not name; correct "
             f"its {CONFIG}"
         )
-    rank, alpha = (rules.number(option, general, paths) for option, general, *_ in NUMBERS)
+    rank, alpha = numbers
     if rank > MAX_RANK:
         raise ValueError(f"expected a rank of at most {MAX_RANK}, got {rank}; train it again")
     want = {"A": (rank, shape[1]), "B": (shape[0], rank)}
@@ -433,10 +363,10 @@ def _pair(
                 f"tensor {name}: expected shape {want[part]}, got {tuple(tensor.shape)}; use the "
                 "base model that it was trained on"
             )
-    scaling = alpha / math.sqrt(rank) if rules.rslora else alpha / rank
+    scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
     if scaling and not SCALINGS[0] <= abs(scaling) <= SCALINGS[1]:
         raise ValueError(
-            f"lora_alpha {alpha:g} and rank {rank} give {paths[0]} the scaling {scaling:.3g}, "
+            f"lora_alpha {alpha:g} and rank {rank} give {path} the scaling {scaling:.3g}, "
             f"expected {SCALINGS[0]:g} to {SCALINGS[1]:g}; correct its {CONFIG}"
         )
     pair = LoraPair(a=tensors["A"][1], b=tensors["B"][1], scaling=scaling)

@@ -49,10 +49,7 @@ def read_context(
     if entry.form == ADAPTER or entry.file is None:
         return Context(name, ADAPTER, source_tokens=entry.source_tokens), None
     file = folder / entry.file
-    try:
-        memory, content = read_memory(file, base, config), file_hash(file)
-    except (BundleError, OSError) as error:
-        raise AdapterError(f"context {name}: {error}") from error
+    memory, content = read_file(name, file, base, config)
     if memory.form != entry.form or memory.tokens != entry.tokens:
         raise AdapterError(
             f"context {name} is a {entry.form} of {entry.tokens} tokens, its file holds a "
@@ -64,12 +61,12 @@ def read_context(
     return context, None if embeddings is not None else memory
 
 
-def reread_context(context: Context, file: Path, base: str, config: Any) -> tuple[str, Memory]:
-    """Read the file of a context again; return its content hash now, and its memory."""
+def read_file(name: str, file: Path, base: str, config: Any) -> tuple[Memory, str]:
+    """Read the memory of a context's file, and the file's content hash; or `AdapterError`."""
     try:
-        return file_hash(file), read_memory(file, base, config)
+        return read_memory(file, base, config), file_hash(file)
     except (BundleError, OSError) as error:
-        raise AdapterError(f"context {context.name} cannot be read again: {error}") from error
+        raise AdapterError(f"context {name}: {error}") from error
 
 
 def write_context(folder: Path, memory: Memory, entry: ContextEntry, adapter: str | None) -> None:

@@ -216,46 +216,40 @@ class Store:
         loaded_at, golden = time.time(), _golden_examples(bundle)
         adapters: dict[str, Adapter] = {}
         listed: dict[str, ResolvedModel] = {}
-        encoders: list[ResolvedModel] = []
-        for short, facts in bundle.adapters.items():
-            for file in (CONFIG, WEIGHTS):
+        targets: list[ResolvedModel] = []
+        for short, facts in (*bundle.adapters.items(), *bundle.encoders.items()):
+            encodes = facts["tokens"] if facts is bundle.encoders.get(short) else None
+            for file in (CONFIG, WEIGHTS) if encodes is None else (CONFIG, WEIGHTS, ENCODER_FILE):
                 _verified(bundle, f"{facts['path']}/{file}")
-            adapter, listed[short] = self._adapter(
-                f"{bundle.name}/{short}", bundle.folder / facts["path"], bundle=bundle,
+            folder = bundle.folder / facts["path"]
+            adapter, target = self._adapter(
+                f"{bundle.name}/{short}", folder, bundle=bundle, encodes=encodes,
                 decode_only=bool(facts.get("decode_only")), loaded_at=loaded_at,
             )  # fmt: skip
+            if encodes is not None:
+                encoder = read_encoder(folder, self._config)
+                if len(encoder.queries) != encodes:
+                    made = len(encoder.queries)
+                    raise ValueError(
+                        f"encoder {short} makes {encodes} tokens, but has {made} queries"
+                    )
+                target = replace(target, encoder=encoder)
             adapters[adapter.content] = adapter
-        for short, facts in bundle.encoders.items():
-            folder, tokens = bundle.folder / facts["path"], int(facts["tokens"])
-            for file in (CONFIG, WEIGHTS, ENCODER_FILE):
-                _verified(bundle, f"{facts['path']}/{file}")
-            adapter, target = self._adapter(
-                f"{bundle.name}/{short}", folder, bundle=bundle, encodes=tokens
-            )
-            adapters[adapter.content] = adapter
-            encoder = read_encoder(folder, self._config)
-            if len(encoder.queries) != tokens:
-                raise ValueError(
-                    f"encoder {short} makes {tokens} tokens, but has {len(encoder.queries)} queries"
-                )
-            encoders.append(replace(target, encoder=encoder))
+            listed.setdefault(short, target)
+            targets.append(target)
         memories: dict[str, Memory] = {}
         contexts: dict[str, Context] = {}
         for name, entry in bundle.contexts.items():
-            if entry.file is not None:
-                _verified(bundle, entry.file)
             contexts[name], memory = read_context(
                 name, entry, bundle.folder, self.base_hash(), self._config
             )
             if memory is not None:
                 memories[contexts[name].content] = memory
-        domains = [
-            self._domain(bundle, name, listed.get(facts["adapter"]), golden, loaded_at,
-                         contexts.get(name))
-            for name, facts in bundle.domains.items()
-        ]  # fmt: skip
-        targets = (*listed.values(), *encoders, *domains)
-        return Staged(bundle.name, targets, adapters, bundle.folder, memories)
+        for name, facts in bundle.domains.items():
+            targets.append(self._domain(
+                bundle, name, listed.get(facts["adapter"]), golden, loaded_at, contexts.get(name)
+            ))  # fmt: skip
+        return Staged(bundle.name, tuple(targets), adapters, bundle.folder, memories)
 
     def stage_context(self, name: str, folder: Path) -> Staged:
         """Read a context of `contexts.write_context`, without making it nameable; as above."""
@@ -383,20 +377,19 @@ class Store:
 
         A `BusyError` says that an adapter or a context belongs to a bundle.
         """
+        owners = {key: self._bundle_of(key) for key in self._named}
         if kind == "bundle":
-            bundles = {
-                key: (one.model.bundle, self._bundle_of(key)) for key, one in self._named.items()
-            }
-            names = {key for key, both in bundles.items() if name in both}
-            known = [short for _, short in bundles.values() if short]
+            names = {key for key, owner in owners.items()
+                     if name in (owner, self._named[key].model.bundle)}  # fmt: skip
+            known = [owner for owner in owners.values() if owner]
         else:
             known = list(self.contexts())
             if kind == "adapter":
                 known = [model.name for model in self.models() if model.kind == "adapter"]
             names = {name} & {*known}
-            if names and (bundle := self._bundle_of(name)) is not None:
+            if names and owners[name] is not None:
                 raise errors.BusyError(
-                    f"{kind} {name} belongs to bundle {bundle}: unload the bundle"
+                    f"{kind} {name} belongs to bundle {owners[name]}: unload the bundle"
                 )
         if not names:
             listed = ", ".join(dict.fromkeys(known)) or "none"

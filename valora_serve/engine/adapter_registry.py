@@ -13,7 +13,7 @@ from valora_data.contract.contexts import Memory
 from valora_data.errors import BundleError
 from valora_kernels.metadata import NONE
 from valora_serve.catalogue.adapters import Adapter, read_adapter
-from valora_serve.catalogue.contexts import Context, reread_context
+from valora_serve.catalogue.contexts import Context, read_file
 from valora_serve.catalogue.effect import check_effect
 from valora_serve.catalogue.store import Staged, Store
 from valora_serve.engine.requests import Requests
@@ -232,8 +232,8 @@ class AdapterRegistry:
     def _reread_prefix(self, context: Context) -> PackedPrefix:
         assert context.file is not None
         base, config = self._store.base_hash(), self._lmm.config.get_text_config()
-        found, memory = reread_context(context, context.file, base, config)
-        return self.pack_prefix(context.name, found, memory)
+        memory, content = read_file(context.name, context.file, base, config)
+        return self.pack_prefix(context.name, content, memory)
 
     def unregister(self, kind: str, name: str) -> None:
         """Forget an adapter, a bundle or a context; requests that run on it are finished."""

@@ -59,29 +59,25 @@ def _parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         "valora predict", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("folder", type=Path, help="folder of images or videos, or one file")
-    said = "folder of a bundle, or one of bundles; without it, the folder is a server's sample"
-    made.add_argument("--bundle", help=said)
-    made.add_argument("--out", type=Path, default=Path("predictions"), help="output folder")
-    made.add_argument(
-        "--format",
-        default="jsonl",
-        help=f"formats, separated by commas: {', '.join(WRITERS)} (default: jsonl)",
-    )
-    made.add_argument("--domain", help="domains to ask, separated by commas (default: *)")
-    made.add_argument("--prompt", help="question or phrase, for domains that need one")
-    made.add_argument("--min-score", type=float, help="least confidence of boxes, 0 to 1")
-    made.add_argument("--max-tokens", type=int, help="most tokens of written answers")
-    made.add_argument(
-        "--beside", metavar="MODEL",
-        help="compare with a small model, such as best.pt, or with its answers, a .jsonl",
+    add = made.add_argument
+    add("folder", type=Path, help="folder of images or videos, or one file")
+    add("--bundle",
+        help="folder of a bundle, or one of bundles; without it, the folder is a server's sample",
     )  # fmt: skip
-    made.add_argument("--device", default="auto", help="cpu, cuda, cuda:1 … (default: the GPU)")
-    made.add_argument("--base", help="folder of the base model (default: the bundle's)")
-    made.add_argument("--at-once", type=int, default=32, help="most files in the engine at a time")
-    made.add_argument(
-        "--no-golden", action="store_true", help="do not replay the bundle's golden examples first"
-    )
+    add("--out", type=Path, default=Path("predictions"), help="output folder")
+    names = ", ".join(WRITERS)
+    add("--format", default="jsonl", help=f"formats, separated by commas: {names} (default: jsonl)")
+    add("--domain", help="domains to ask, separated by commas (default: *)")
+    add("--prompt", help="question or phrase, for domains that need one")
+    add("--min-score", type=float, help="least confidence of boxes, 0 to 1")
+    add("--max-tokens", type=int, help="most tokens of written answers")
+    said = "compare with a small model, such as best.pt, or with its answers, a .jsonl"
+    add("--beside", metavar="MODEL", help=said)
+    add("--device", default="auto", help="cpu, cuda, cuda:1 … (default: the GPU)")
+    add("--base", help="folder of the base model (default: the bundle's)")
+    add("--at-once", type=int, default=32, help="most files in the engine at a time")
+    said = "do not replay the bundle's golden examples first"
+    add("--no-golden", action="store_true", help=said)
     return made
 
 
@@ -138,7 +134,7 @@ async def _run(options: argparse.Namespace) -> int:
         if jobs:  # only then the model that an earlier run has loaded is needed again
             with short_pauses():
                 failed = await _answer(engine or await load(), jobs, options, console)
-    source = options.folder if options.folder.is_dir() else options.folder.parent
+    source, _ = files_in(options.folder, frozenset())
     used = ", ".join(dict.fromkeys(model.bundle or "" for model in asked))
     results = records.Results(
         options.out, source.resolve(), used, {model.name: model for model in asked}

@@ -7,12 +7,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from rich.console import Console
@@ -22,14 +23,12 @@ from valora_data.errors import ValoraError
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import DecisionTrace, PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
-from valora_serve.routing.base import Router, RouterSettings
 from valora_serve.routing.routers import ROUTERS
 from valora_serve.workloads import traces
-from valora_serve.workloads.cluster import WAYS, Dispatch, simulate_cluster
+from valora_serve.workloads.cluster import WAYS, make_dispatch, simulate_cluster
 from valora_serve.workloads.simulator import SimSettings, SimulationError, simulate
 
 Row = dict[str, Any]
-Column = tuple[str, Callable[[Row], str]]
 
 RANK = 64  # of the adapters that are generated
 
@@ -122,23 +121,25 @@ def _check(options: argparse.Namespace) -> None:
         raise SimulationError(
             "--decision-trace is for one machine: leave out --replicas and --router."
         )
+    try:
+        pairs = [one.rpartition("=") for one in options.shares or ()]
+        options.share_of = {name: float(share) for name, _, share in pairs}
+    except ValueError as error:
+        raise SimulationError(f"--shares {options.shares}: write ADAPTER=NUMBER.") from error
 
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
     costs = CostModel.read(options.costs) if options.costs else H200_7B
     costs = costs.with_lora(options.lora_cost)
-    shares = _shares(options)
     settings = PolicySettings(
-        early_abort=options.early_abort, slo=options.slo, fair=shares is not None,
-        shares=shares or {},
+        early_abort=options.early_abort, slo=options.slo, fair=options.shares is not None,
+        shares=options.share_of,
     )  # fmt: skip
-    machine = SimSettings(
-        **{
-            name: getattr(options, name)
-            for name in ("max_requests", "pages", "slots", "slo", "answer_limit")
-        }
-    )
-    policies, ways = _policies(options), _ways(options)
+    same = ("max_requests", "pages", "slots", "slo", "answer_limit")
+    machine = SimSettings(**{name: getattr(options, name) for name in same})
+    policies, ways = _policies(options), options.router or ["affinity"]
+    for name in ways:  # an unknown one is refused before anything is simulated
+        make_dispatch(name, options.seed)
     for replicas in options.replicas:
         cases = list(_cases(options, replicas if options.per_replica else 1))
         if options.decision_trace and len(cases) * len(policies) > 1:
@@ -148,7 +149,8 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
             make = partial(make_policy, policy, costs, settings)
             began = time.perf_counter()
             if options.several:
-                found = simulate_cluster(workload, replicas, ways[name](), make, costs, machine)
+                way = make_dispatch(name, options.seed)
+                found = simulate_cluster(workload, replicas, way, make, costs, machine)
                 each = [
                     {**asdict(one), "busy": busy}
                     for one, busy in zip(found.replicas, found.busy, strict=True)
@@ -166,34 +168,12 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
 
 def _policies(options: argparse.Namespace) -> list[str]:
     names = options.policies or (["cost"] if options.several else list(POLICIES))
-    keep = [name for name in names if options.shares is None or POLICIES[name].shares]
-    if options.policies and keep != names:
-        wrong = next(name for name in names if name not in keep)
+    without = [] if options.shares is None else [n for n in names if not POLICIES[n].shares]
+    if options.policies and without:
         raise SimulationError(
-            f"--shares: the policy {wrong} keeps no shares: leave one of the two out."
+            f"--shares: the policy {without[0]} keeps no shares: leave one of the two out."
         )
-    return keep
-
-
-def _ways(options: argparse.Namespace) -> dict[str, Callable[[], Dispatch]]:
-    settings = RouterSettings(seed=options.seed)
-
-    def routed(router: type[Router]) -> Dispatch:
-        return Dispatch(router(settings))
-
-    return {  # an unknown one is refused before anything is simulated
-        name: partial(WAYS[name], options.seed) if name in WAYS else partial(routed, ROUTERS[name])
-        for name in options.router or ["affinity"]
-    }
-
-
-def _shares(options: argparse.Namespace) -> dict[str, float] | None:
-    try:
-        pairs = [one.rpartition("=") for one in options.shares or ()]
-        shares = {name: float(share) for name, _, share in pairs}
-    except ValueError as error:
-        raise SimulationError(f"--shares {options.shares}: write ADAPTER=NUMBER.") from error
-    return None if options.shares is None else shares
+    return [name for name in names if POLICIES[name] and name not in without]
 
 
 def _cases(
@@ -217,7 +197,7 @@ def _cases(
 
 
 def _limited(workload: traces.Workload, options: argparse.Namespace) -> traces.Workload:
-    unknown = sorted((_shares(options) or {}).keys() - set(workload.adapters))
+    unknown = sorted(options.share_of.keys() - set(workload.adapters))
     if unknown:
         few = ", ".join(workload.adapters[:3])
         raise SimulationError(f"--shares: the workload has no adapter {unknown[0]!r}, but {few} …")
@@ -226,51 +206,40 @@ def _limited(workload: traces.Workload, options: argparse.Namespace) -> traces.W
     return traces.with_latency_limit(workload, options.latency_limit)
 
 
-HEAD: tuple[Column, ...] = (
-    ("policy", lambda r: str(r["policy"])),
-    ("rate", lambda r: "-" if r["rate"] is None else f"{r['rate']:g}"),
-    ("skew", lambda r: f"{r['skew']:.2g}"),
-)
-ONE: tuple[Column, ...] = (
-    ("ms/token", lambda r: f"{r['token_latency'] * 1e3:.3f}"),
-    ("req/s", lambda r: f"{r['throughput']:.2f}"),
-    ("tok/s", lambda r: f"{r['token_throughput']:.0f}"),
-    ("TTFT ms", lambda r: f"{r['first_token'][0] * 1e3:.0f}"),
-    ("TTFT p99", lambda r: f"{r['first_token'][3] * 1e3:.0f}"),
-    ("e2e p50 s", lambda r: f"{r['end_to_end'][1]:.2f}"),
-    ("p95", lambda r: f"{r['end_to_end'][2]:.2f}"),
-    ("p99", lambda r: f"{r['end_to_end'][3]:.2f}"),
-    ("SLO", lambda r: f"{r['attainment']:.1%}"),
-    ("satisfied", lambda r: f"{r['satisfaction']:.3f}"),
-    ("aborted", lambda r: str(r["aborted"])),
-    ("switches", lambda r: str(r["switches"])),
-    ("merged/mixture", lambda r: f"{r['modes']['merged']:.0%}/{r['modes']['mixture']:.0%}"),
-)
-REPLICA: tuple[Column, ...] = (
-    ("requests", lambda r: str(r["requests"])),
-    ("req/s", lambda r: f"{r['throughput']:.2f}"),
-    ("tok/s", lambda r: f"{r['token_throughput']:.0f}"),
-    ("TTFT p50 ms", lambda r: f"{r['first_token'][1] * 1e3:.0f}"),
-    ("TTFT p99 ms", lambda r: f"{r['first_token'][3] * 1e3:.0f}"),
-    ("e2e p50 s", lambda r: f"{r['end_to_end'][1]:.2f}"),
-    ("e2e p99 s", lambda r: f"{r['end_to_end'][3]:.2f}"),
-    ("loads", lambda r: str(r["loads"])),
-    ("busy", lambda r: f"{r['busy']:.0%}"),
-)
-ROUTED: tuple[Column, ...] = (
-    ("replicas", lambda r: str(r["replicas"])),
-    ("router", lambda r: str(r["router"])),
-    *HEAD,
-)
+HEAD = {"policy": "{policy}", "rate": "{told_rate}", "skew": "{skew:.2g}"}
+ONE = HEAD | {
+    "ms/token": "{ms_token:.3f}", "req/s": "{throughput:.2f}", "tok/s": "{token_throughput:.0f}",
+    "TTFT ms": "{ttft[0]:.0f}", "TTFT p99": "{ttft[3]:.0f}", "e2e p50 s": "{end_to_end[1]:.2f}",
+    "p95": "{end_to_end[2]:.2f}", "p99": "{end_to_end[3]:.2f}", "SLO": "{attainment:.1%}",
+    "satisfied": "{satisfaction:.3f}", "aborted": "{aborted}", "switches": "{switches}",
+    "merged/mixture": "{modes[merged]:.0%}/{modes[mixture]:.0%}",
+}  # fmt: skip
+ROUTED = {"replicas": "{replicas}", "router": "{router}", **HEAD}
+REPLICA = {
+    "requests": "{requests}", "req/s": "{throughput:.2f}", "tok/s": "{token_throughput:.0f}",
+    "TTFT p50 ms": "{ttft[1]:.0f}", "TTFT p99 ms": "{ttft[3]:.0f}",
+    "e2e p50 s": "{end_to_end[1]:.2f}", "e2e p99 s": "{end_to_end[3]:.2f}", "loads": "{loads}",
+    "busy": "{busy:.0%}",
+}  # fmt: skip
+"""Columns of the tables, each with the format of its cell."""
 
 
-def _table(title: str, columns: Sequence[Column], groups: Sequence[Sequence[Row]]) -> Table:
+def _told(row: Row) -> Row:
+    """A row with what its cells show in other units."""
+    return row | {
+        "told_rate": "-" if row["rate"] is None else f"{row['rate']:g}",
+        "ms_token": row["token_latency"] * 1e3,
+        "ttft": [seconds * 1e3 for seconds in row["first_token"]],
+    }
+
+
+def _table(title: str, columns: Mapping[str, str], groups: Iterable[Iterable[Row]]) -> Table:
     table = Table(title=title, title_justify="left")
-    for name, _ in columns:
+    for name in columns:
         table.add_column(name, justify="left" if name in ("router", "policy") else "right")
     for group in groups:
         for row in group:
-            table.add_row(*(text(row) for _, text in columns))
+            table.add_row(*(cell.format_map(row) for cell in columns.values()))
         table.add_section()
     return table
 
@@ -281,32 +250,12 @@ def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
         console = Console(width=200)
     title = f"Simulated, costs from {options.costs or 'the H200 estimate (not measured)'}"
     if options.several:
-        alone = {_case(row): row["throughput"] for row in rows if row["replicas"] == 1}
-
-        def times(row: Row) -> str:
-            return f"{row['throughput'] / alone[_case(row)]:.3f}" if _case(row) in alone else "-"
-
-        total: tuple[Column, ...] = (
-            *ROUTED,
-            ("× one", times),
-            *REPLICA,
-            ("balance", lambda r: f"{r['balance']:.3f}"),
-            ("fairness", lambda r: f"{r['fairness']:.3f}"),
-        )
-        console.print(_table(title, total, [rows]))
-        each = [[{**row, **one, "number": n} for n, one in enumerate(row["per_replica"])]
-                for row in rows]  # fmt: skip
-        columns = (*ROUTED, ("replica", lambda r: str(r["number"])), *REPLICA)
-        console.print(_table("Each replica of the above", columns, each))
-        console.print(
-            "Balance, fairness: Jain's index of the replicas' busy time and of the adapters' mean "
-            "time to first token (1: all equal).", style="dim",
-        )  # fmt: skip
+        _print_replicas(rows, title, console)
         return
     groups: dict[Any, list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["rate"], row["skew"]), []).append(row)
-    console.print(_table(title, (*HEAD, *ONE), list(groups.values())))
+        groups.setdefault((row["rate"], row["skew"]), []).append(_told(row))
+    console.print(_table(title, ONE, groups.values()))
     if options.shares is not None:
         names = sorted({name for row in rows for name in row["served"]})
         shares = Table(
@@ -323,23 +272,45 @@ def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
         style="dim",
     )
     if len(groups) > 1:
-        means = [{"policy": policy, "rows": [r for r in rows if r["policy"] == policy]}
-                 for policy in dict.fromkeys(row["policy"] for row in rows)]  # fmt: skip
-        skews = dict.fromkeys(row["skew"] for row in rows)
-        by_skew = [(f"{skew:.2g}", partial(_mean, skew=skew)) for skew in skews]
-        columns = (HEAD[0], *by_skew, ("all", partial(_mean, skew=None)))
-        console.print(_table("ms/token, geometric mean over the rates", columns, [means]))
+        skews = [*dict.fromkeys(row["skew"] for row in rows), None]
+        means = [
+            {"policy": policy, "mean": [_mean(rows, policy, skew) for skew in skews]}
+            for policy in dict.fromkeys(row["policy"] for row in rows)
+        ]
+        columns = {"all" if skew is None else f"{skew:g}": f"{{mean[{n}]:.3f}}"
+                   for n, skew in enumerate(skews)}  # fmt: skip
+        title = "ms/token, geometric mean over the rates"
+        console.print(_table(title, {"policy": "{policy}", **columns}, [means]))
 
 
-def _case(row: Row) -> tuple[Any, ...]:
-    return tuple(row[name] for name in ("rate", "skew", "policy", "router"))
-
-
-def _mean(row: Row, skew: float | None) -> str:
+def _mean(rows: Sequence[Row], policy: str, skew: float | None) -> float:
     chosen = [
-        math.log(one["token_latency"] * 1e3) for one in row["rows"] if skew in (None, one["skew"])
-    ]
-    return f"{math.exp(sum(chosen) / len(chosen)):.3f}"
+        row["token_latency"] * 1e3 for row in rows
+        if row["policy"] == policy and skew in (None, row["skew"])
+    ]  # fmt: skip
+    return geometric_mean(chosen)
+
+
+def _print_replicas(rows: Sequence[Row], title: str, console: Console) -> None:
+    def case(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in ("rate", "skew", "policy", "router"))
+
+    alone = {case(row): row["throughput"] for row in rows if row["replicas"] == 1}
+    total, each = [], []
+    for row in rows:
+        one = alone.get(case(row))
+        total.append(_told(row) | {"times": f"{row['throughput'] / one:.3f}" if one else "-"})
+        each.append([_told({**row, **found, "number": number})
+                     for number, found in enumerate(row["per_replica"])])  # fmt: skip
+    more = {"balance": "{balance:.3f}", "fairness": "{fairness:.3f}"}
+    console.print(_table(title, {**ROUTED, "× one": "{times}", **REPLICA, **more}, [total]))
+    columns = {**ROUTED, "replica": "{number}", **REPLICA}
+    console.print(_table("Each replica of the above", columns, each))
+    console.print(
+        "Balance, fairness: Jain's index of the replicas' busy time and of the adapters' mean "
+        "time to first token (1: all equal).",
+        style="dim",
+    )
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from valora_serve.errors import SettingsError
 from valora_serve.orchestrator.base import BasePolicy
 from valora_serve.orchestrator.cost_model import CostModel
-from valora_serve.routing.base import ReplicaState, Router, note_sent
+from valora_serve.routing.base import ReplicaState, Router, RouterSettings, note_sent
+from valora_serve.routing.routers import ROUTERS
 from valora_serve.workloads.simulator import Machine, Report, SimSettings, report
-from valora_serve.workloads.traces import BASE, Workload
+from valora_serve.workloads.traces import Workload
 
 REPORT_SECONDS = 1.0  # between two reports of a replica's resident adapters
 
@@ -56,6 +57,13 @@ WAYS: dict[str, Callable[[int], Dispatch]] = {}
 `tests/bench` add theirs."""
 
 
+def make_dispatch(name: str, seed: int) -> Dispatch:
+    """Make one of the `WAYS`, or of a router; SettingsError if there is none of this name."""
+    if name in WAYS:
+        return WAYS[name](seed)
+    return Dispatch(ROUTERS[name](RouterSettings(seed=seed)))
+
+
 @dataclass(frozen=True, slots=True)
 class ClusterReport:
     """Results of simulated replicas, in total and of each, on the requests that it got."""
@@ -87,10 +95,8 @@ def simulate_cluster(
     dispatch.owner = owner = np.zeros(len(w), dtype=np.intp)
     for index, arrival in enumerate(machines[0].arrivals):
         dispatch.advance(machines, arrival)
-        number = int(w.adapter[index])
-        adapter = None if number == BASE else w.adapters[number]
-        target = owner[index] = dispatch.choose(adapter, machines, arrival)
-        machines[target].submit(index)
+        owner[index] = dispatch.choose(w.name(index), machines, arrival)
+        machines[owner[index]].submit(index)
     dispatch.advance(machines, math.inf)
     total = report(machines, w, np.arange(len(w)))
     busy = [sum(m.mode_time.values()) for m in machines]

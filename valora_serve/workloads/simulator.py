@@ -33,7 +33,7 @@ from valora_serve.orchestrator.decision import (
     window,
 )
 from valora_serve.types import Mode
-from valora_serve.workloads.traces import BASE, Workload
+from valora_serve.workloads.traces import Workload
 
 KV_TOKEN = DECODE_TERMS.index("kv_token")
 
@@ -220,16 +220,14 @@ class Machine:
     def submit(self, index: int) -> None:
         """Submit a request of the workload at its arrival, to which the machine was advanced."""
         w = self.workload
-        number = int(w.adapter[index])
-        adapter = None if number == BASE else w.adapters[number]
-        prompt = int(w.prompt[index])
+        adapter, prompt = w.name(index), int(w.prompt[index])
         limit = float(w.latency_limit[index])
         output = int(w.output[index])
         expected = self.settings.answer_limit if output else 0  # heads generate nothing
         view = SimulatedRequest(
             id=str(index),
             adapter=adapter,
-            rank=0 if adapter is None else w.ranks[number],
+            rank=0 if adapter is None else self.ranks[adapter],
             arrival=self.arrivals[index],
             prompt_left=prompt,
             output_left=output if expected is None else expected,

@@ -48,6 +48,11 @@ class Workload:
     def __len__(self) -> int:
         return len(self.arrival)
 
+    def name(self, index: int) -> str | None:
+        """Return the adapter of a request, None for the base model."""
+        number = int(self.adapter[index])
+        return None if number == BASE else self.adapters[number]
+
     def share(self) -> float:
         """Return the share of the requests that use the most popular adapter."""
         named = self.adapter[self.adapter != BASE]

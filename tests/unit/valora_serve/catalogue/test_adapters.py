@@ -178,7 +178,7 @@ REFUSED = [
     ({"peft_type": "LOHA"}, "type LOHA.*save_as_lora"), ({"peft_type": "VERA"}, "save_as_lora"),
     ({"peft_type": "IA3"}, "merge_and_unload"), ({"peft_type": "PREFIX_TUNING"}, "train a LoRA"),
     ({"peft_type": ["LORA"]}, "only LORA"), ({"peft_type": {"x" * 10**5: 1}}, "only LORA"),
-    ({"r": 4}, r"q_proj.lora_.*expected shape .*4"), ({"rank_pattern": {"(": 4}}, "is damaged"),
+    ({"r": 4}, r"q_proj.lora_.*expected shape .*4"), ({"rank_pattern": {"(": 4}}, "is no regular"),
     *(({"r": value}, "r: expected a rank|at most 256") for value in WRONG),
     *(({"rank_pattern": {"q_proj": value}}, "rank_pattern.*expected a rank|at most 256")
       for value in WRONG),
@@ -229,7 +229,7 @@ def test_patterns_that_would_hang_a_process(option, value, targets, folder, monk
     if option == "layers_pattern":
         configure(folder, target_modules=["q_proj"], layers_to_transform=[0])
     configure(folder, **{option: value})
-    with pytest.raises(AdapterError, match=r"is damaged: .*(takes more than 1 s|no regular exp)"):
+    with pytest.raises(AdapterError, match=r"takes more than 1 s|is no regular exp"):
         read_adapter(folder, targets)
 
 

@@ -24,8 +24,14 @@ from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_data.models.base import ModelPart
 from valora_serve import errors
-from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, Adapter, ModelTargets, read_adapter
-from valora_serve.catalogue.classifiers import make_classifier
+from valora_serve.catalogue.adapters import (
+    CONFIG,
+    WEIGHTS,
+    Adapter,
+    ModelTargets,
+    make_classifier,
+    read_adapter,
+)
 from valora_serve.catalogue.contexts import Context, read_context, read_facts
 from valora_serve.types import MAX_MIXED, MAX_WEIGHT, ServedModel
 

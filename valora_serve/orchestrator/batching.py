@@ -7,6 +7,7 @@ requests in the policy's order, then prefetches of adapters into the pages that 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -45,7 +46,7 @@ class BatchPlan:
     waiting: Sequence[RequestView]  # that may be admitted, in this order
     reason: str  # explanation for the decision trace
     until: float = FOREVER  # the decision holds so long if no prompt and no request left out
-    budget: int | None = None  # most prompt tokens of the step, None for the limits' own
+    budget: int = sys.maxsize  # most prompt tokens of the step, besides the limits' own
     strict: bool = False  # whether a request that does not fit blocks those behind it
     # Waiting requests that must be admitted to keep their latency limits. Running requests without
     # a limit are preempted for them, unless they have starved.
@@ -122,7 +123,7 @@ class BatchBuilder:
             self._restart()
             running = self._kept(running)
             prefilling = self._add_decoding(sorted(running, key=by_age), skip=True)
-        budget = self.tokens if plan.budget is None else min(plan.budget, self.tokens)
+        budget = min(plan.budget, self.tokens)
         for request in sorted(prefilling or (), key=has_limit, reverse=True):
             if budget <= 0:
                 break
@@ -231,9 +232,7 @@ class BatchBuilder:
         slots = limits.max_requests - len(view.running) + len(self.preempt)
         if slots <= 0:
             return
-        budget = self.tokens
-        if plan.budget is not None:
-            budget = min(budget, plan.budget - self.prompt_tokens)
+        budget = min(self.tokens, plan.budget - self.prompt_tokens)
         self._reserved = not self._reserve()
         if self._reserved:
             return
@@ -287,8 +286,8 @@ class BatchBuilder:
         if not self._preempt_for(head, younger):
             return
         self.pages = self._free_pages() - self._need(head)
-        budget = self.tokens if self.plan.budget is None else max(1, self.plan.budget)
-        self._add(head, self._prompt_tokens(head, min(self.tokens, budget)))
+        budget = min(self.tokens, max(1, self.plan.budget))
+        self._add(head, self._prompt_tokens(head, budget))
 
     def _preempt_for_urgent(self) -> None:
         """Preempt running requests without a latency limit for the first urgent one, if it fits."""

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from valora_data.schema import Box
 from valora_data.sources.formats.files import read_lines
 from valora_serve.errors import SettingsError
-from valora_serve.predict.records import Prediction, written
+from valora_serve.predict.run import Prediction, written
 from valora_serve.types import ServedModel
 
 PICTURES = 24  # shown, those that differ most

@@ -26,9 +26,8 @@ from valora_data.sources.formats.videos import SUFFIXES
 from valora_data.wording import plural
 from valora_serve.errors import SettingsError
 from valora_serve.pauses import short_pauses
-from valora_serve.predict import beside, records
+from valora_serve.predict import beside, run
 from valora_serve.predict.formats import WRITERS
-from valora_serve.predict.run import STILLS, Job, Question, answer_all, files_in, find_jobs
 from valora_serve.types import EngineClient, ServedModel
 
 _ABOUT = """\
@@ -99,7 +98,7 @@ async def _run(options: argparse.Namespace) -> int:
         **{name: getattr(options, name) for name in ("prompt", "min_score", "max_tokens")},
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    models = records.check_run(options.out, facts)
+    models = run.check_run(options.out, facts)
     small, failed, engine = None, 0, None
     async with AsyncExitStack() as stack:
 
@@ -119,24 +118,26 @@ async def _run(options: argparse.Namespace) -> int:
                 if not options.no_golden:
                     shared_pool().start()
                     await golden.replay(engine, folder)
-            records.note_run(options.out, facts, models)
+            run.note_run(options.out, facts, models)
             return engine
 
         if not folders:
             os.nice(10)  # beside the server whose sample it is
-            models = records.take_sample(options.folder, options.out)
+            models = run.take_sample(options.folder, options.out)
         elif not models:
             engine = await load()
         asked = _chosen(models, options, console)
         if options.beside:  # first, as it takes less time to fail
             small = beside.answers_of(options.beside, options.folder, asked[0], options.out)
-        jobs = _left(asked, options, console) if folders else []
+        jobs, kept = run.find_jobs(options.folder, asked, options.out) if folders else ([], 0)
+        if kept:
+            console.print(f"{plural(kept, 'answer')} of an earlier run kept")
         if jobs:  # only then the model that an earlier run has loaded is needed again
             with short_pauses():
                 failed = await _answer(engine or await load(), jobs, options, console)
-    source, _ = files_in(options.folder, frozenset())
+    source, _ = run.files_in(options.folder, frozenset())
     used = ", ".join(dict.fromkeys(model.bundle or "" for model in asked))
-    results = records.Results(
+    results = run.Results(
         options.out, source.resolve(), used, {model.name: model for model in asked}
     )
     _summary(results, console)
@@ -178,7 +179,7 @@ def _check(options: argparse.Namespace) -> None:
             raise SettingsError(f"--{name} is empty: give it a value, or leave it out")
     if not options.folder.exists():
         raise SettingsError(f"{options.folder} does not exist: check the path")
-    if options.bundle and not files_in(options.folder, STILLS | SUFFIXES)[1]:
+    if options.bundle and not run.files_in(options.folder, run.STILLS | SUFFIXES)[1]:
         raise SettingsError(f"{options.folder} holds no images or videos: check the path")
 
 
@@ -204,21 +205,11 @@ def _chosen(
     return asked
 
 
-def _left(asked: Sequence[ServedModel], options: argparse.Namespace, console: Console) -> list[Job]:
-    """Return what no earlier run has answered."""
-    made = records.read_predictions(options.out / records.PREDICTIONS)
-    done = {(one.file, one.domain): one.version for one in made if one.error is None}
-    jobs, answered = find_jobs(options.folder, asked, done)
-    if answered:
-        console.print(f"{plural(answered, 'answer')} of an earlier run kept")
-    return jobs
-
-
 async def _answer(
-    engine: EngineClient, jobs: Sequence[Job], options: argparse.Namespace, console: Console
+    engine: EngineClient, jobs: Sequence[run.Job], options: argparse.Namespace, console: Console
 ) -> int:
     """Answer what is left; return the number of answers that failed."""
-    path, failed = options.out / records.PREDICTIONS, 0
+    path, failed = options.out / run.PREDICTIONS, 0
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
@@ -230,7 +221,7 @@ async def _answer(
         with bars as progress, path.open("ab") as file:
             bar = progress.add_task("answers", total=sum(len(job.domains) for job in jobs))
 
-            def note(made: records.Prediction) -> None:
+            def note(made: run.Prediction) -> None:
                 nonlocal failed
                 file.write(json.dumps(asdict(made), ensure_ascii=False).encode() + b"\n")
                 file.flush()  # at once: a kill loses nothing
@@ -240,8 +231,8 @@ async def _answer(
                     text = f"{made.file}, {made.domain}: {made.error}"
                     progress.console.print(text, style="yellow", markup=False)
 
-            question = Question(options.prompt, options.min_score, options.max_tokens)
-            await answer_all(engine, jobs, question, note, options.at_once)
+            question = run.Question(options.prompt, options.min_score, options.max_tokens)
+            await run.answer_all(engine, jobs, question, note, options.at_once)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
     if failed:
@@ -250,7 +241,7 @@ async def _answer(
     return failed
 
 
-def _summary(results: records.Results, console: Console) -> None:
+def _summary(results: run.Results, console: Console) -> None:
     answers: Counter[str] = Counter()
     labels: dict[str, Counter[str]] = {name: Counter() for name in results.domains}
     for made in results.predictions():

@@ -13,7 +13,7 @@ import yaml
 
 from valora_data.registry import Registry
 from valora_serve.errors import SettingsError
-from valora_serve.predict.records import PREDICTIONS, Prediction, Results, written
+from valora_serve.predict.run import PREDICTIONS, Prediction, Results, written
 
 Writer = Callable[[Results], Path]
 """Writes the answers of a run into its output folder, and returns the file or folder."""

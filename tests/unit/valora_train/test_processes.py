@@ -11,7 +11,7 @@ from tests.support.data_sets import picture
 from valora_data import cpu
 from valora_data.schema import Answer, Box
 from valora_serve.predict.beside import compare, found_in
-from valora_serve.predict.records import Prediction
+from valora_serve.predict.run import Prediction
 from valora_teachers.base import Teacher
 from valora_train import label, processes
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -162,7 +163,7 @@ class CostPolicy(BasePolicy):
                 break
             load.prefill(request)
         adapter, note = self._weights(view, load)
-        budget, until = None, FOREVER
+        budget, until = sys.maxsize, FOREVER
         if load.prompt.all:
             held = view.now
             if not prefilling and not urgent:

@@ -8,7 +8,7 @@ from tests.support.fake_engine import CAPTION, PERSON, SCENE
 from valora_data.errors import DataError
 from valora_serve.errors import SettingsError
 from valora_serve.predict.beside import answers_of, compare, found_in, write
-from valora_serve.predict.records import Prediction
+from valora_serve.predict.run import Prediction
 
 
 def found(label, *box, confidence=0.5):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +13,7 @@ from PIL import Image
 from tests.support.data_sets import picture, write_video
 from tests.support.fake_engine import CAPTION, PERSON, SCENE, FakeEngine
 from valora_serve.predict import command
-from valora_serve.predict.records import read_predictions
-from valora_serve.predict.run import Question, answer_all, find_jobs, make_request
+from valora_serve.predict.run import Question, answer_all, find_jobs, make_request, read_predictions
 from valora_serve.server.samples import Samples
 from valora_serve.server.settings import ServerSettings
 from valora_serve.types import Output, Request
@@ -255,7 +254,7 @@ def test_a_folder_without_pictures_is_refused_before_a_model_is_loaded(
 def test_videos_questions_and_texts(tmp_path):
     write_video(tmp_path / "in.mp4", [10 * n for n in range(12)])
     video = replace(SCENE, media="video", images=4)
-    jobs, kept = find_jobs(tmp_path, [video], {})
+    jobs, kept = find_jobs(tmp_path, [video], tmp_path)
     assert ([job.name for job in jobs], kept) == (["in.mp4"], 0)
     asked = replace(CAPTION, prompt="what color is {}?", prompted=True)
     request = make_request("1", asked, ["image"], Question("the car", max_tokens=9))
@@ -266,10 +265,11 @@ def test_videos_questions_and_texts(tmp_path):
     asyncio.run(answer_all(engine, jobs, Question(), found.append, 4))
     assert len(engine.asked[0].videos[0]) == 4
     picture(tmp_path / "a.png", 1, (40, 20))
-    jobs, _ = find_jobs(tmp_path / "a.png", [CAPTION], {})
+    jobs, _ = find_jobs(tmp_path / "a.png", [CAPTION], tmp_path)
     asyncio.run(answer_all(engine, jobs, Question(), found.append, 4))
     assert found[0].answer["label"] == "street"
     assert found[1].answer["text"].startswith("a red star")
+    (tmp_path / "predictions.jsonl").write_text(f"{json.dumps(asdict(found[1]))}\n")
+    assert find_jobs(tmp_path / "a.png", [CAPTION], tmp_path) == ([], 1)
     os.utime(tmp_path / "a.png", (1, 1))
-    done = {("a.png", "caption"): found[1].version}
-    assert len(find_jobs(tmp_path / "a.png", [CAPTION], done)[0]) == 1
+    assert len(find_jobs(tmp_path / "a.png", [CAPTION], tmp_path)[0]) == 1

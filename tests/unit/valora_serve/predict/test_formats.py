@@ -12,7 +12,7 @@ from valora_data.sources.base import Source
 from valora_data.sources.registry import open_source
 from valora_serve.errors import SettingsError
 from valora_serve.predict.formats import WRITERS
-from valora_serve.predict.records import Prediction, Results
+from valora_serve.predict.run import Prediction, Results
 from valora_serve.types import ServedModel
 
 SIZE = (200, 100)

@@ -10,7 +10,7 @@ from PIL import Image
 from tests.support.fake_engine import CAPTION, PERSON, SCENE, FakeEngine
 from tests.support.http_helpers import CHAT, chat, data_url, encoded, picture, serving, until
 from valora_serve.errors import SettingsError
-from valora_serve.predict.records import read_predictions, take_sample
+from valora_serve.predict.run import read_predictions, take_sample
 from valora_serve.server.samples import NOTE, Samples
 from valora_serve.server.settings import ServerSettings
 from valora_serve.types import Output, Request

@@ -24,6 +24,7 @@ from valora_data.errors import ValoraError
 from valora_data.hashing import file_hash
 from valora_data.sources.formats.videos import SUFFIXES
 from valora_data.wording import plural
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
 from valora_serve.pauses import short_pauses
 from valora_serve.predict import beside, run
@@ -81,7 +82,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(options: argparse.Namespace) -> int:
-    from valora_serve.engine.settings import EngineSettings
     from valora_serve.engine.start import start_engine
     from valora_serve.server.loading import golden, startup
     from valora_serve.server.media.pool import shared_pool
@@ -90,8 +90,9 @@ async def _run(options: argparse.Namespace) -> int:
     # An unknown format is refused before a model is loaded.
     writers = {name: WRITERS[name] for name in _split(options.format)}
     _check(options)
-    named = [options.bundle] if options.bundle else []
-    folders = startup.find_bundles(named, options.out / "downloads")
+    folders = startup.find_bundles(
+        [options.bundle] if options.bundle else [], options.out / "downloads"
+    )
     facts = {
         "folder": str(options.folder.resolve()),
         "bundles": {str(folder): file_hash(folder / MANIFEST) for folder in folders},
@@ -151,10 +152,10 @@ async def _run(options: argparse.Namespace) -> int:
                 "that folder, whose paths the names of the files are"
             )
         page = beside.write(made, asked[0], results.source, options.out)
-        text = f"beside {options.beside}: agreement {made.agreement:.3f} on "
-        console.print(f"{text}{plural(made.images, 'image')}: {page}")
+        on = f"agreement {made.agreement:.3f} on {plural(made.images, 'image')}"
+        console.print(f"beside {options.beside}: {on}: {page}")
     console.print(f"took {time.monotonic() - began:.1f} s")
-    return 1 if failed else 0
+    return int(failed > 0)
 
 
 def _split(names: str | None) -> list[str]:

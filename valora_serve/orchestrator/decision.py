@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -152,8 +151,6 @@ class DecisionTrace:
 
     def write(self, view: View, decision: Decision) -> None:
         """Write the line of one step."""
-        if self._file is None:
-            return
         prefilling = {r.id for r in view.waiting} | {r.id for r in view.running if r.prompt_left}
         tokens = sum(n for key, n in decision.batch if key in prefilling)
         decodes = sum(key not in prefilling for key, _ in decision.batch)
@@ -166,7 +163,8 @@ class DecisionTrace:
             f"{' '.join([*notes, decision.reason])}\n"
         )
         try:
-            self._file.write(line)
+            if self._file is not None:
+                self._file.write(line)
         except OSError as error:
             log.warning("the decision trace ends here, as it cannot be written: %s", error)
             self._file = None
@@ -214,8 +212,7 @@ class PolicySettings:
 
     def __post_init__(self) -> None:
         for name in ("theta", "patience", "hysteresis", "slo", "clusters"):
-            value = getattr(self, name)
-            if not value >= 0:  # neither is NaN
+            if not (value := getattr(self, name)) >= 0:  # neither is NaN
                 raise SettingsError(f"{name}: expected 0 or more, got {value}")
         for domain, limit in self.latency_limits.items():
             if not limit > 0:
@@ -223,13 +220,9 @@ class PolicySettings:
                     f"latency_limits: expected more than 0 s for {domain}, got {limit}"
                 )
         for client, share in self.shares.items():
-            if not 0 < share < math.inf:
-                raise SettingsError(f"shares: expected more than 0 for {client}, got {share}")
             if not 1 / MAX_SHARE <= share <= MAX_SHARE:
-                raise SettingsError(
-                    f"shares: expected at least {1 / MAX_SHARE:g} and at most {MAX_SHARE:g} for "
-                    f"{client}, got {share:g}"
-                )
+                limits = f"at least {1 / MAX_SHARE:g} and at most {MAX_SHARE:g}"
+                raise SettingsError(f"shares: expected {limits} for {client}, got {share:g}")
 
     def due(self, request: RequestView) -> float | None:
         """Return when a request should be answered: the earliest of its three limits, if any."""

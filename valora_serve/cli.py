@@ -49,7 +49,6 @@ _GONE = {
 }
 """Commands of earlier releases, and what to use instead."""
 
-SHORTEST_CONTEXT = 64  # tokens
 WATCH_SECONDS = 0.2  # between two looks at the processes of a tensor-parallel group
 
 
@@ -87,11 +86,8 @@ def read(
 
     classes = (ServerSettings, EngineSettings, ReplicaSettings)
     bundles, (server, engine, replicas) = options.load(parser(), arguments, classes, file or {})
-    if engine.context_length is not None and engine.context_length < SHORTEST_CONTEXT:
-        raise SettingsError(
-            f"context_length is {engine.context_length}: name at least {SHORTEST_CONTEXT} tokens, "
-            "which a question and its answer take, or leave it out for the model's own"
-        )
+    if engine.context_length is not None and engine.context_length < 64:
+        raise SettingsError(f"context_length is {engine.context_length}: name at least 64 tokens")
     return bundles, server, engine, replicas
 
 
@@ -276,10 +272,7 @@ def _append(file: Path, line: str) -> None:
     except OSError as error:
         reason = str(error.strerror)
     if written < len(content):
-        raise StorageError(
-            f"the key could not be written to {file} ({reason}), and none was made: make room or "
-            "name another file"
-        )
+        raise StorageError(f"the key could not be written to {file} ({reason}), and none was made")
 
 
 def main(

@@ -188,10 +188,7 @@ def _read(folder: Path, targets: ModelTargets) -> Adapter:
         if match is None or (path := targets.find(stored_path)) is None:
             module = _END.sub("", name).rpartition(".")[2]
             if module not in targets.others:
-                raise ValueError(
-                    f"tensor {name} matches no linear of the base model; use the base model that "
-                    "it was trained on"
-                )
+                raise ValueError(f"tensor {name} matches no linear of the base model; use its own")
             raise ValueError(
                 f"tensor {name} changes {module}, of type {targets.others[module]}, and only "
                 "linear layers inside the language model, vision tower and projector can be "
@@ -230,10 +227,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = read_json(folder / CONFIG, CONFIG_BYTES)
     except UnreadableError as error:
-        raise AdapterError(
-            f"{folder} is no adapter, as it has no readable {CONFIG}, which {error.reason}: name a "
-            "folder that PEFT saved"
-        ) from error
+        reason = f"is no adapter, as it has no readable {CONFIG}, which {error.reason}"
+        raise AdapterError(f"{folder} {reason}: name a folder that PEFT saved") from error
     config = config if isinstance(config, dict) else {}
     if (kind := config.get("peft_type")) != "LORA":
         remedy = CONVERT if isinstance(kind, str) else "name a folder that PEFT saved"
@@ -272,7 +267,7 @@ def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor
         if absent:
             raise ValueError(f"it holds no {WEIGHTS}: name the folder that does") from error
         raise AdapterError(
-            f"{folder / WEIGHTS} {error.reason}: copy it again, or save it as float32 or bfloat16"
+            f"{folder / WEIGHTS} {error.reason}: save it again, as float32"
         ) from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
@@ -354,8 +349,7 @@ def _pair(
         raise ValueError(f"{only} has no partner; save the adapter again")
     if numbers is None:
         raise ValueError(
-            f"tensor {tensors['A'][0]} is of a module that target_modules does not name; correct "
-            f"its {CONFIG}"
+            f"{tensors['A'][0]} is what target_modules does not name; correct {CONFIG}"
         )
     rank, alpha = numbers
     if rank > MAX_RANK:
@@ -423,44 +417,24 @@ def make_classifier(adapter: Adapter, score: torch.Tensor, width: int) -> Head:
     """Make the head of an `AutoModelForSequenceClassification` with LoRA, as PEFT saves it.
 
     Its output layer `score` [labels, width] acts on the hidden state of the last token. Its labels
-    are those of the model's configuration, if that lies beside the adapter. Or an AdapterError.
+    are those of the model's configuration, if that lies beside the adapter, or else transformers'.
+    Raises a ValueError if the two cannot be used.
     """
-    shape, score = tuple(score.shape), score.float()
-    if len(shape) != 2 or not 2 <= shape[0] <= MAX_LABELS or not (score.abs() <= LARGEST).all():
-        raise AdapterError(
-            f"adapter {adapter.folder}: its output layer of shape {shape} has not 2 to "
-            f"{MAX_LABELS} labels, or holds NaN or values above {LARGEST:g}: serve it with "
-            "transformers, or train it again"
+    outputs, file, score = len(score), adapter.folder / MODEL_CONFIG, score.float()
+    if score.ndim != 2 or not 2 <= outputs <= MAX_LABELS or not (score.abs() <= LARGEST).all():
+        raise ValueError(
+            f"its shape {tuple(score.shape)} has not 2 to {MAX_LABELS} labels, or it holds NaN or "
+            f"values above {LARGEST:g}"
         )
-    metadata = {"labels": json.dumps(_labels(adapter, shape[0])), "pooling": "last"}
-    tensors = {"weight": score, "bias": score.new_zeros(shape[0])}
-    try:
-        return LabelHead.parse("classification", metadata, tensors, width)
-    except ValueError as error:
-        raise AdapterError(
-            f"adapter {adapter.folder}: its output layer does not fit ({error}): use the base "
-            f"model that it was trained on, or correct id2label in {MODEL_CONFIG}"
-        ) from error
-
-
-def _labels(adapter: Adapter, outputs: int) -> list[str]:
-    """Names of the outputs; transformers' own where no configuration has others."""
-    file = adapter.folder / MODEL_CONFIG
-    try:
-        config: Any = read_json(file, CONFIG_BYTES) if file.exists() else {}
-    except UnreadableError as error:
-        raise AdapterError(f"{file} {error.reason}: correct it, or remove it") from error
+    config: Any = read_json(file, CONFIG_BYTES) if file.exists() else {}
     config = config if isinstance(config, dict) else {}
     kind = config.get("problem_type")
     if kind not in (None, "single_label_classification"):
-        raise AdapterError(
-            f"adapter {adapter.folder}: its problem_type is {shown(kind)}, and only classifiers "
-            "with one label for each prompt can be served: serve it with transformers"
-        )
+        raise ValueError(f"problem_type is {shown(kind)}, not one label for each prompt")
     names = config.get("id2label") or {str(n): f"LABEL_{n}" for n in range(outputs)}
     if not isinstance(names, dict) or set(names) != {str(n) for n in range(outputs)}:
-        raise AdapterError(
-            f"adapter {adapter.folder}: {MODEL_CONFIG} has id2label = {shown(names)}, its output "
-            f"layer {outputs} outputs: correct id2label, or remove it"
-        )
-    return [str(names[str(n)]) for n in range(outputs)]
+        raise ValueError(f"{MODEL_CONFIG} has id2label = {shown(names)} for {outputs} outputs")
+    labels = [str(names[str(n)]) for n in range(outputs)]
+    metadata = {"labels": json.dumps(labels), "pooling": "last"}
+    tensors = {"weight": score, "bias": score.new_zeros(outputs)}
+    return LabelHead.parse("classification", metadata, tensors, width)

@@ -23,9 +23,9 @@ from valora_data.contract.head import Head
 from valora_data.contract.heads import read_head
 from valora_data.errors import BundleError
 from valora_data.models.base import ModelPart
-from valora_serve import errors
 from valora_serve.catalogue.adapters import (
     CONFIG,
+    MODEL_CONFIG,
     WEIGHTS,
     Adapter,
     ModelTargets,
@@ -33,6 +33,13 @@ from valora_serve.catalogue.adapters import (
     read_adapter,
 )
 from valora_serve.catalogue.contexts import Context, read_context, read_facts
+from valora_serve.errors import (
+    AdapterError,
+    BusyError,
+    MissingAdapterError,
+    RequestError,
+    UnknownModelError,
+)
 from valora_serve.types import MAX_MIXED, MAX_WEIGHT, ServedModel
 
 CONTEXT_TASK = "context"  # task of contexts
@@ -116,7 +123,7 @@ class Store:
             return self._base
         if name not in self._named:
             known = ", ".join([self.base_name, *self._named])
-            raise errors.UnknownModelError(f"no model is named {name}: use one of {known}")
+            raise UnknownModelError(f"no model is named {name}: use one of {known}")
         return self._named[name]
 
     def mix(self, name: str | None, weights: Sequence[tuple[str, float]]) -> ResolvedModel:
@@ -125,16 +132,12 @@ class Store:
         if not weights:
             return named
         if len(weights) > MAX_MIXED or any(not abs(one) <= MAX_WEIGHT for _, one in weights):
-            raise errors.RequestError(
-                f"valora.adapters takes up to {MAX_MIXED} adapters, with weights from "
-                f"{-MAX_WEIGHT:g} to {MAX_WEIGHT:g}"
+            raise RequestError(
+                f"name up to {MAX_MIXED} adapters, with weights up to ±{MAX_WEIGHT:g}"
             )
         found = [self.resolve(one) for one, _ in weights]
         if named not in (self._base, found[0]):
-            raise errors.RequestError(
-                f"the request names {named.model.name} and valora.adapters: name the base model, "
-                "or the first of the adapters"
-            )
+            raise RequestError(f"valora.adapters go with the base model, not {named.model.name}")
         terms: dict[str, tuple[Adapter, float]] = {}
         for target, (_, weight) in zip(found, weights, strict=True):
             model, adapter = target.model, target.adapter
@@ -148,10 +151,7 @@ class Store:
                 before = terms.get(adapter.content, (adapter, 0.0))[1]
                 terms[adapter.content] = (adapter, before + weight)
                 continue
-            raise errors.RequestError(
-                f"{model.name} takes no weight in valora.adapters, as it {wrong}: name it alone as "
-                "model"
-            )
+            raise RequestError(f"{model.name} takes no weight here, as it {wrong}: name it alone")
         mixed = tuple(term for _, term in sorted(terms.items()) if term[1])
         return replace(found[0], adapter=None, mixed=mixed)
 
@@ -181,9 +181,15 @@ class Store:
         adapter = read_adapter(folder, self._targets)
         head = None
         if adapter.score is not None:
-            head = make_classifier(adapter, adapter.score, self._width).to(self._device)
+            try:
+                head = make_classifier(adapter, adapter.score, self._width).to(self._device)
+            except (BundleError, ValueError) as error:
+                raise AdapterError(
+                    f"adapter {folder}: its output layer cannot be used ({error}): serve it with "
+                    f"transformers, or correct {MODEL_CONFIG}"
+                ) from error
         if facts.get("decode_only") and adapter.vision_content:
-            raise errors.AdapterError(
+            raise AdapterError(
                 f"adapter {folder} changes how images are encoded, which decode_only leaves to the "
                 "base model: load it without decode_only"
             )
@@ -208,13 +214,13 @@ class Store:
             check_base(bundle, self.base, self.base_hash(), self._quantize)
             return self._stage(bundle)
         except BundleError as error:
-            raise errors.AdapterError(str(error)) from error
+            raise AdapterError(str(error)) from error
         except OSError as error:
-            raise errors.AdapterError(
+            raise AdapterError(
                 f"bundle {folder} cannot be read ({error}): copy it again"
             ) from error
         except ValueError as error:
-            raise errors.AdapterError(f"bundle {folder}: {error}: export it again") from error
+            raise AdapterError(f"bundle {folder}: {error}: export it again") from error
 
     def _stage(self, bundle: Bundle) -> Staged:
         if not bundle.adapters and not bundle.domains:
@@ -236,9 +242,7 @@ class Store:
                 encoder = read_encoder(folder, self._config)
                 if len(encoder.queries) != encodes:
                     made = len(encoder.queries)
-                    raise ValueError(
-                        f"encoder {short} makes {encodes} tokens, but has {made} queries"
-                    )
+                    raise ValueError(f"encoder {short} makes {made} tokens, not {encodes}")
                 target = replace(target, encoder=encoder)
             adapters[adapter.content] = adapter
             listed.setdefault(short, target)
@@ -276,11 +280,8 @@ class Store:
         """Return the adapter that answers about a context; MissingAdapterError if there is none."""
         found = self._named.get(name)
         if found is None or found.model.kind != "adapter":
-            raise errors.MissingAdapterError(
-                f"context {context} is to be answered by adapter {shown(name)}, which is not "
-                "served: load it first",
-                name,
-            )
+            text = f"context {context} is to be answered by adapter {shown(name)}: load that first"
+            raise MissingAdapterError(text, name)
         return found
 
     def encoder(self, name: str | None) -> ResolvedModel:
@@ -291,7 +292,7 @@ class Store:
         if name is None or name not in known:
             asked = "no encoder is named" if name is None else f"{shown(name)} is no encoder"
             listed = f"use one of {', '.join(known)}" if known else "load a bundle that has one"
-            raise errors.UnknownModelError(f"{asked}: {listed}, or make a prefix")
+            raise UnknownModelError(f"{asked}: {listed}, or make a prefix")
         return known[name]
 
     def _domain(
@@ -312,13 +313,12 @@ class Store:
             head = read_head(_verified(bundle, facts["head"]), self._width).to(self._device)
             if labels and head.labels != labels:
                 raise ValueError(
-                    f"domain {name} has labels {shown(labels)}, its head {shown(head.labels)}"
+                    f"domain {name} has labels {shown(labels)}, its head {head.labels}"
                 )
             head = head.configured(facts)
             if by is not None and by.model.decode_only and head.reads_visual:
                 raise ValueError(
-                    f"the head of domain {name} reads the images of the prompt, which its adapter, "
-                    "being decode_only, does not change: leave that option out"
+                    f"the head of domain {name} reads images, so no decode_only adapter fits"
                 )
         golden = [one for one in examples if one.get("domain") == name]
         rests = (one.get("rest") for one in golden)
@@ -350,11 +350,11 @@ class Store:
 
     def _check_name(self, name: str) -> None:
         if not name or name != name.strip() or not name.isprintable() or len(name) > NAME_LENGTH:
-            raise errors.AdapterError(
-                f"{shown(name)} cannot be a name: use up to {NAME_LENGTH} visible characters"
+            raise AdapterError(
+                f"{shown(name)} cannot be a name: use {NAME_LENGTH} visible characters"
             )
         if name in (self.base, self.base_name):
-            raise errors.AdapterError(f"{name} is the base model's name: choose another one")
+            raise AdapterError(f"{name} is the base model's name: choose another one")
 
     def check(self, staged: Staged) -> frozenset[str]:
         """Return the names that it replaces, of its own name; or `AdapterError`, if of another."""
@@ -365,10 +365,7 @@ class Store:
         )  # fmt: skip
         for name in names:
             if names.count(name) > 1 or (name in self._named and name not in replaced):
-                raise errors.AdapterError(
-                    f"{staged.folder} brings {name}, a name that something else has: unload that "
-                    "first, or rename it"
-                )
+                raise AdapterError(f"{staged.folder} brings {name}, which is taken: rename it")
         return replaced
 
     def commit(self, staged: Staged) -> list[ServedModel]:
@@ -394,14 +391,10 @@ class Store:
                 known = [model.name for model in self.models() if model.kind == "adapter"]
             names = {name} & {*known}
             if names and owners[name] is not None:
-                raise errors.BusyError(
-                    f"{kind} {name} belongs to bundle {owners[name]}: unload the bundle"
-                )
+                raise BusyError(f"{kind} {name} belongs to bundle {owners[name]}: unload that")
         if not names:
             listed = ", ".join(dict.fromkeys(known)) or "none"
-            raise errors.UnknownModelError(
-                f"no {kind} is named {shown(name)[1:-1]}: known are {listed}"
-            )
+            raise UnknownModelError(f"no {kind} is named {shown(name)[1:-1]}: known are {listed}")
         gone = [one.model for key, one in self._named.items() if key in names]
         # A new dict, as other threads may be iterating over the old one.
         self._named = {key: one for key, one in self._named.items() if key not in names}

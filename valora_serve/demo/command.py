@@ -41,10 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def find_bundle() -> Path:
     """The folder of the bundles that ship with the package; SettingsError if there are none."""
     if not any(BUNDLES.glob(f"*/{MANIFEST}")):
-        raise SettingsError(
-            f"{BUNDLES} holds no bundle: install the wheel again, or make one with `valora fuse` "
-            "and name it to `valora serve`"
-        )
+        raise SettingsError(f"{BUNDLES} holds no bundle: install the wheel again")
     return BUNDLES
 
 

@@ -195,9 +195,7 @@ class CostModel:
         """
         times = [t for _, t in (*points, *merges, *loads)] + list(unmerges)
         if not all(0 < t < math.inf for t in times):
-            raise CostModelError(
-                "A measured time is not a positive number; profile the engine again."
-            )
+            raise CostModelError("A measured time is not positive; profile the engine again.")
         known = replace(self, measured=True, **facts)
         decode = [(_row(s, s.decode), t) for s, t in points if not s.prefill]
         # Steps that wait for the host say nothing about the cost of tokens.

@@ -216,9 +216,7 @@ class PolicySettings:
                 raise SettingsError(f"{name}: expected 0 or more, got {value}")
         for domain, limit in self.latency_limits.items():
             if not limit > 0:
-                raise SettingsError(
-                    f"latency_limits: expected more than 0 s for {domain}, got {limit}"
-                )
+                raise SettingsError(f"latency_limits: expected more than 0 s for {domain}: {limit}")
         for client, share in self.shares.items():
             if not 1 / MAX_SHARE <= share <= MAX_SHARE:
                 limits = f"at least {1 / MAX_SHARE:g} and at most {MAX_SHARE:g}"

@@ -114,8 +114,7 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
             raise KeyboardInterrupt
         if status:
             raise SettingsError(
-                f"{model} did not answer, see above: run valora label yourself (its --help names "
-                "the options), and give the file that it writes to --beside"
+                f"{model} did not answer, see above: run valora label and name its file"
             )
     found = {}
     for number, row in read_lines(file):
@@ -124,7 +123,7 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
                 found[row["file"]] = found_in(row["answer"])  # type: ignore[index]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise SettingsError(
-                f"line {number} of {file} is no prediction: write it with valora label"
+                f"line {number} of {file} is no prediction: run valora label"
             ) from error
     if not found:
         raise SettingsError(f"{file} has no answers of {domain.name}: name it with --domain there")

@@ -148,8 +148,7 @@ async def _run(options: argparse.Namespace) -> int:
         made = beside.compare(results.predictions(), small)
         if not made.images:
             raise SettingsError(
-                f"{options.beside} answers no picture of {options.folder}: run valora label on "
-                "that folder, whose paths the names of the files are"
+                f"{options.beside} answers no picture of {options.folder}: ask it first"
             )
         page = beside.write(made, asked[0], results.source, options.out)
         on = f"agreement {made.agreement:.3f} on {plural(made.images, 'image')}"

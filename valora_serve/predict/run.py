@@ -80,9 +80,7 @@ def read_predictions(path: Path) -> list[Prediction]:
             fields = json.loads(line)
             made = Prediction(**fields | {"version": tuple(fields["version"])})
         except (ValueError, TypeError, KeyError) as error:
-            raise SettingsError(
-                f"line {number} of {path} is damaged: remove it, or name another folder with --out"
-            ) from error
+            raise SettingsError(f"line {number} of {path} is damaged: remove that line") from error
         found[made.file, made.domain] = made
     return list(found.values())
 
@@ -137,14 +135,12 @@ def check_run(out: Path, facts: dict[str, Any]) -> list[ServedModel]:
         models = TypeAdapter(list[ServedModel]).validate_python(before.pop("models", []))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise SettingsError(
-            f"{out} holds predictions without a sound {RUN}: name another folder with --out"
+            f"{out} is without a sound {RUN}: name another folder with --out"
         ) from error
     other = sorted(name for name in facts | before if facts.get(name) != before.get(name))
     if other:
-        raise SettingsError(
-            f"{out} holds predictions of another run, with other {', '.join(other)}: name another "
-            "folder with --out, or delete that one"
-        )
+        what = f"predictions of another run, with other {', '.join(other)}"
+        raise SettingsError(f"{out} holds {what}: name another folder with --out")
     return models
 
 

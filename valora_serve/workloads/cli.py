@@ -118,9 +118,7 @@ def _check(options: argparse.Namespace) -> None:
             raise SimulationError(f"{name}: expected 0 or more, got {value}.")
     options.several = options.replicas != [1] or options.router is not None
     if options.several and options.decision_trace:
-        raise SimulationError(
-            "--decision-trace is for one machine: leave out --replicas and --router."
-        )
+        raise SimulationError("--decision-trace is for one machine: leave out --replicas, --router")
     try:
         pairs = [one.rpartition("=") for one in options.shares or ()]
         options.share_of = {name: float(share) for name, _, share in pairs}
@@ -170,9 +168,7 @@ def _policies(options: argparse.Namespace) -> list[str]:
     names = options.policies or (["cost"] if options.several else list(POLICIES))
     without = [] if options.shares is None else [n for n in names if not POLICIES[n].shares]
     if options.policies and without:
-        raise SimulationError(
-            f"--shares: the policy {without[0]} keeps no shares: leave one of the two out."
-        )
+        raise SimulationError(f"--shares: policy {without[0]} keeps no shares: leave one out.")
     return [name for name in names if POLICIES[name] and name not in without]
 
 

@@ -195,9 +195,9 @@ class Machine:
         need = pages + own[self.workload.adapter] + max(own)  # the last: a merged adapter
         worst = int(np.argmax(need))
         if need[worst] > self.settings.pages:
+            most = self.settings.pages
             raise SimulationError(
-                f"Request {worst} needs {need[worst]:.0f} pages, but there are "
-                f"{self.settings.pages}; raise `pages` or remove the request."
+                f"request {worst} needs {need[worst]:.0f} pages of {most}: raise `pages`"
             )
 
     def _enter(self, view: SimulatedRequest) -> None:
@@ -351,10 +351,7 @@ class Machine:
         elif self.views and not (decision.abort or decision.preempt or decision.prefetch):
             self.idle_rounds += 1
             if self.idle_rounds > 3:
-                raise SimulationError(
-                    f"The policy computes none of the {len(self.views)} requests that are left "
-                    f"({decision.reason})."
-                )
+                raise SimulationError(f"the policy computes nothing any more ({decision.reason})")
 
     def _step(self, decision: Decision, batch: list[tuple[SimulatedRequest, int]]) -> None:
         shape = step_shape(decision.mode, decision.merged, batch, self.ranks)

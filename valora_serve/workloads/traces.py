@@ -112,8 +112,7 @@ def _arrivals(
     """Draw arrival times with Gamma gaps of shape 1/cv² and scale cv²/rate (S-LoRA §7.2)."""
     if not (0 < rate < math.inf and 0 < duration < math.inf and 0 < cv < math.inf):
         raise TraceError(
-            "Rate, duration and coefficient of variation must be positive and finite, got "
-            f"{rate:g}, {duration:g} and {cv:g}."
+            f"Rate, duration and variation must be positive: {rate:g}, {duration:g}, {cv:g}."
         )
     times = np.zeros(0)
     end = 0.0
@@ -304,9 +303,7 @@ def azure(path: Path, *, rate: float | None = None, **mix: Unpack[Mix]) -> Workl
         span = float(table[-1, 0] - table[0, 0])
         there = len(table) / span if span else math.inf
         if there < rate:
-            raise TraceError(
-                f"{path} has {there:.3g} requests per second, fewer than {rate:g}; lower the rate."
-            )
+            raise TraceError(f"{path} has {there:.3g} requests per second: lower the rate.")
         table = table[rng.random(len(table)) < rate / there]
         if not len(table):
             raise TraceError(f"{path} has no request left at {rate:g} per second; raise the rate.")
@@ -328,8 +325,7 @@ def read(path: Path) -> Workload:
             number, known = ranks.setdefault(line.adapter, (len(ranks), line.rank))
             if known != line.rank:
                 raise TraceError(
-                    f"{where}: {line.adapter} has rank {line.rank}, but rank {known} in a line "
-                    "above."
+                    f"{where}: {line.adapter} has rank {line.rank}, but {known} above."
                 )
         limit = math.nan if line.latency_limit is None else line.latency_limit
         rows.append((line.arrival, number, line.prompt, line.output, line.images, limit))

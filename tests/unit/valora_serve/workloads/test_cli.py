@@ -103,8 +103,7 @@ def test_shares_are_simulated_with_policies_that_keep_them(more, tmp_path, capsy
     """The table of the others looked as if they had not been kept."""
     few = ["--duration", "1", "--rates", "4", "--adapters", "2", "--shares", "adapter-1=2", *more]
     assert main([*few, "--policies", "cost", "dlora"]) == 1
-    said = "valora-sim: --shares: the policy dlora keeps no shares: leave one of the two out.\n"
-    assert capsys.readouterr().err == said
+    assert "valora-sim: --shares: policy dlora keeps no shares" in capsys.readouterr().err
     out = tmp_path / "out.json"
     assert main([*few, "--json", str(out)]) == 0
     found = {row["policy"] for row in json.loads(out.read_text())}

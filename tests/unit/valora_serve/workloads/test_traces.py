@@ -119,7 +119,7 @@ GOOD = {"arrival": 1.0, "adapter": "a", "prompt": 5, "output": 2}
             (json.dumps({**GOOD, "arrival": -1}), "arrival: Input should be greater than or eq"),
             (json.dumps({**GOOD, "prompt": 0}), "prompt: Input should be greater than or equal"),
             (json.dumps({**GOOD, "latency_limit": "soon"}), "latency_limit: Value error"),
-            (json.dumps({**GOOD, "rank": 8}), "a has rank 8, but rank 64 in a line above"),
+            (json.dumps({**GOOD, "rank": 8}), "a has rank 8, but 64 above"),
             (json.dumps({**GOOD, "colour": 1}), "colour: Extra inputs are not permitted"),
         )),
         ("TIMESTAMP,ContextTokens\n1,2\n", "output: Field required"), ("", "no requests"),

@@ -132,12 +132,12 @@ class Store:
         if not weights:
             return named
         if len(weights) > MAX_MIXED or any(not abs(one) <= MAX_WEIGHT for _, one in weights):
-            raise RequestError(
-                f"name up to {MAX_MIXED} adapters, with weights up to ±{MAX_WEIGHT:g}"
-            )
+            limits = f"with weights from {-MAX_WEIGHT:g} to {MAX_WEIGHT:g}"
+            raise RequestError(f"valora.adapters takes up to {MAX_MIXED} adapters, {limits}")
         found = [self.resolve(one) for one, _ in weights]
         if named not in (self._base, found[0]):
-            raise RequestError(f"valora.adapters go with the base model, not {named.model.name}")
+            model = f"{named.model.name} and valora.adapters"
+            raise RequestError(f"{model}: name the base model, or the first of the adapters")
         terms: dict[str, tuple[Adapter, float]] = {}
         for target, (_, weight) in zip(found, weights, strict=True):
             model, adapter = target.model, target.adapter

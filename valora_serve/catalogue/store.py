@@ -136,8 +136,8 @@ class Store:
             raise RequestError(f"valora.adapters takes up to {MAX_MIXED} adapters, {limits}")
         found = [self.resolve(one) for one, _ in weights]
         if named not in (self._base, found[0]):
-            model = f"{named.model.name} and valora.adapters"
-            raise RequestError(f"{model}: name the base model, or the first of the adapters")
+            both = f"{named.model.name} and valora.adapters"
+            raise RequestError(f"{both}: name the base model, or the first of the adapters")
         terms: dict[str, tuple[Adapter, float]] = {}
         for target, (_, weight) in zip(found, weights, strict=True):
             model, adapter = target.model, target.adapter

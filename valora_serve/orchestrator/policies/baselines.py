@@ -60,11 +60,7 @@ class MergeOnlyPolicy(BasePolicy):
 class Algorithm1Policy(BasePolicy):
     """Algorithm 1 to the letter; docs/explanation/orchestrator.md compares its readings.
 
-    R are all requests, the oldest first, running ones included: those that the batch leaves out
-    pause. MaxBS is the most requests that may run at a time. What the listing does not say is
-    settled as little as possible: an adapter that is not on the device cannot be merged yet, the
-    base model has none to merge, and if more requests starve than fit, the oldest go first. The
-    step is one in unmerged mode, where §4.4.3 has one in the current mode.
+    R are all requests, the oldest first, running ones included; MaxBS is the most that may run.
     """
 
     shares: ClassVar[bool] = False

@@ -1,21 +1,7 @@
-"""The default policy: minimises predicted latency.
+"""The default policy: minimises predicted latency (docs/explanation/orchestrator.md).
 
 A step of τ seconds with N requests in the system costs N·τ request-seconds, as the sum of all
-latencies is N integrated over time. The policy compares all choices on this scale:
-
-- **Weights.** Of the current weights, pristine weights and the most popular adapters, it takes
-  those with the cheapest switch and steps until the batch changes. What other weights would have
-  saved in steps with prompts since the last switch pays for theirs, as one buys skis once the rent
-  has come to their price: at most twice the cost of one who knows what comes.
-- **Prompts.** A step with prompt tokens delays all rows that decode. Where two such steps cost more
-  than one with twice the tokens, prompts are collected: one set-up costs C = N·(seconds that
-  sharing it saves), and a waiting request costs 1 per second, so √(2λC) requests at arrival rate λ
-  are prefilled together, or as many as have waited for C in sum. Of these, the shortest go first
-  where that pays, in chunks where a chunk takes little longer than reading the weights.
-- **Order.** As many requests run as fit. Requests that would otherwise miss their latency limit go
-  first, by due time, do not wait for more prompts, and a request without a limit is preempted for
-  them if nothing else makes room. Then come requests that have waited for `patience`, then the
-  others, the shortest remaining one first.
+latencies is N integrated over time. All choices are compared on this scale.
 """
 
 from __future__ import annotations

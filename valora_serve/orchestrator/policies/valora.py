@@ -14,17 +14,9 @@ from valora_serve.types import Mode
 
 
 class ValoraPolicy(BasePolicy):
-    """VaLoRA's Algorithm 1, with rules for the cases that the paper leaves open.
+    """VaLoRA's Algorithm 1; docs/explanation/orchestrator.md has the rules of its open cases.
 
-    - The share of an adapter refers to the batch that can be formed now, and a merge must save more
-      than it costs. A single request is therefore merged only if that pays.
-    - The setting `hysteresis` separates the conditions for entering and leaving a mode.
-    - Running requests of other adapters are never paused. While they run, the mode is mixture, or
-      unmerged where the cost model says that the second LoRA terms of mixture mode cost more than
-      they save. Only waiting requests are kept back, up to θ.
-    - Requests that would otherwise miss their latency limit starve, and go before all others.
-    - Starving requests of the merged adapter do not cause mixture mode.
-    - Ties go to the merged adapter, then to the adapter's name. The base model is never merged.
+    Ties go to the merged adapter, then to the adapter's name.
     """
 
     def plan(self, view: View, waiting: Sequence[RequestView]) -> BatchPlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 from valora_serve.orchestrator.admission import EarlyAbort, FairShares
@@ -137,28 +138,23 @@ class BasePolicy:
         abort: tuple[tuple[str, str], ...],
     ) -> Decision:
         """Fill the batch as planned; where nothing can be computed, fall back to unmerged mode."""
-        now = view.now
-        starved = now - self.settings.patience
-
-        def unmerged(reason: str) -> BatchBuilder:
-            whole = BatchPlan(Mode.UNMERGED, None, view.running, plan.waiting, reason)
-            return BatchBuilder(view, whole, queue, starved)
-
+        now, starved = view.now, view.now - self.settings.patience
+        unmerged = partial(BatchPlan, Mode.UNMERGED, None, view.running, plan.waiting)
         batch = BatchBuilder(view, plan, queue, starved)
         if batch.pages < 0:
-            batch = unmerged(f"no pages left for {plan.merged}")
+            plan = unmerged(f"no pages left for {plan.merged}")
+            batch = BatchBuilder(view, plan, queue, starved)
         batch.run()
-        plan = batch.plan
-        stuck = not batch.items and not batch.preempt
         holds_adapter = bool((plan.merged or view.merged) and (plan.running or plan.waiting))
+        stuck = not batch.items and not batch.preempt
         stuck = stuck and (holds_adapter or len(plan.running) < len(view.running))
         if stuck:
             # The merged adapter, or running requests that the plan left out, hold the pages or the
             # slots that the waiting requests need.
             holder = "the merged adapter" if holds_adapter else "other running requests"
-            batch = unmerged(f"no room beside {holder}")
+            plan = unmerged(f"no room beside {holder}")
+            batch = BatchBuilder(view, plan, queue, starved)
             batch.run()
-            plan = batch.plan
         if self._early_abort is not None:
             self._early_abort.note(batch.requests, now)
         if self._shares is not None:

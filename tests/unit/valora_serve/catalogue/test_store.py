@@ -84,17 +84,13 @@ def test_a_bundle_brings_adapters_and_domains(store, bundle, base, targets):
     served = store.commit(store.stage_bundle(bundle))
     assert names(store) == [base, "sample/adapter-1", "sample/adapter-2", *DOMAINS]
     assert [model.name for model in served] == names(store)[1:]
-    adapters = {
-        name: read_adapter(bundle / "adapters" / name, targets)
-        for name in ("adapter-1", "adapter-2")
-    }
+    adapters = {name: read_adapter(bundle / "adapters" / name, targets) for name in ADAPTERS}
     assert contents(store) == {adapter.content for adapter in adapters.values()}
     for number, (name, spec) in enumerate(DOMAINS.items()):
         target = store.resolve(name)
         model = target.model
-        assert (model.kind, model.parent, model.adapter) == ("domain",) + (
-            f"sample/{spec.adapter}",
-        ) * 2
+        by = f"sample/{spec.adapter}"
+        assert (model.kind, model.parent, model.adapter) == ("domain", by, by)
         assert model.accuracy == pytest.approx(0.6 + 0.01 * number)
         assert (model.required, model.bundle) == (0.5, "sample@1")
         assert (model.prompt, model.labels) == (spec.prompt, tuple(spec.labels))
@@ -249,10 +245,8 @@ def entry(value, *way):
         *((entry(value, "name"), "name: ") for value in (None, 5, "", "a/b", "a@1", ["x"])),
         *((entry(value, "version"), "version: ") for value in (0, -1, "1", True, 1.5)),
         *((entry(v, "domains", "scene", "max_tokens"), "max_tokens: ") for v in (-1, "x")),
-        *(
-            (entry(v, "domains", "scene", "threshold"), "threshold: Input should be")
-            for v in ("0.5", True, float("nan"), float("inf"), [0.5])
-        ),
+        *((entry(v, "domains", "scene", "threshold"), "threshold: Input should be")
+          for v in ("0.5", True, float("nan"), float("inf"), [0.5])),
         (entry(float("nan"), "domains", "scene", "required"), "required: Input should be"),
         (entry("high", "domains", "scene", "accuracy", "test"), "test: Input should be"),
         (entry("high", "domains", "scene", "accuracy", "teacher"), "teacher: Input should be"),
@@ -270,10 +264,7 @@ def entry(value, *way):
         (drop_sha("adapters/adapter-2/adapter_model.safetensors"), "has no sha256"),
         (drop_sha("adapters/adapter-2/adapter_config.json"), "has no sha256"),
         (drop_sha("heads/scene.safetensors"), "has no sha256"),
-        (
-            entry(["beach", "forest", "street"], "domains", "scene", "labels"),
-            "domain scene has labels",
-        ),
+        (entry(["beach", "street"], "domains", "scene", "labels"), "domain scene has labels"),
         (entry("adapter-9", "domains", "scene", "adapter"), "adapter-9"),
         (entry("heads/none.safetensors", "domains", "scene", "head"), "has no sha256"),
         (entry("../heads/scene.safetensors", "domains", "scene", "head"), "has no sha256"),

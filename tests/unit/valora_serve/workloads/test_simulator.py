@@ -73,9 +73,7 @@ def test_adapters_are_loaded_one_after_the_other_beside_the_steps():
     assert report.loads == 2
     # Base alone to 20; all three with LoRA to 41; base decodes to 51.
     assert report.seconds == pytest.approx(0.051)
-    assert sorted([0.041, 0.041, 0.051]) == pytest.approx(
-        [report.end_to_end[0] * 3 - 0.041 - 0.051, 0.041, 0.051]
-    )
+    assert report.end_to_end[0] == pytest.approx((0.041 + 0.041 + 0.051) / 3)
 
 
 def test_a_switch_costs_what_it_costs():

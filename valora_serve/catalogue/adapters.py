@@ -420,8 +420,9 @@ def make_classifier(adapter: Adapter, score: torch.Tensor, width: int) -> Head:
     are those of the model's configuration, if that lies beside the adapter, or else transformers'.
     Raises a ValueError if the two cannot be used.
     """
-    outputs, file, score = len(score), adapter.folder / MODEL_CONFIG, score.float()
-    if score.ndim != 2 or not 2 <= outputs <= MAX_LABELS or not (score.abs() <= LARGEST).all():
+    outputs, file = score.shape[0] if score.ndim == 2 else 0, adapter.folder / MODEL_CONFIG
+    score = score.float()
+    if not 2 <= outputs <= MAX_LABELS or not (score.abs() <= LARGEST).all():
         raise ValueError(
             f"its shape {tuple(score.shape)} has not 2 to {MAX_LABELS} labels, or it holds NaN or "
             f"values above {LARGEST:g}"

@@ -163,7 +163,7 @@ CLASSIFIERS = [
     ("NaN", {}, scores(lambda t: t * float("nan")), "output layer.*holds NaN or values"),
     ("too large", {}, scores(lambda t: t * 1e9), r"output layer.*values above 1e\+06"),
     ("another width", {}, scores(lambda t: t[:, 1:]), "output layer.*expected shape"),
-    ("no matrix", {}, scores(torch.sum), r"output layer of shape \(\)"),
+    ("no matrix", {}, scores(torch.sum), r"output layer.*shape \(\) has"),
     ("no output layer", {}, lambda folder: rewrite(
         folder, rename=lambda name: name.replace("score", "x")), "names modules that .*not hold"),
     ("tokens", {}, lambda folder: configure(folder, task_type="TOKEN_CLS"), "was trained whole"),

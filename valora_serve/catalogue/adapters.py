@@ -266,9 +266,7 @@ def _read_tensors(folder: Path, targets: ModelTargets) -> dict[str, torch.Tensor
             raise pickle_error(folder, pickle.name) from error
         if absent:
             raise ValueError(f"it holds no {WEIGHTS}: name the folder that does") from error
-        raise AdapterError(
-            f"{folder / WEIGHTS} {error.reason}: save it again, as float32"
-        ) from error
+        raise AdapterError(f"{folder / WEIGHTS} {error.reason}: save it as float32") from error
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise ValueError(f"tensor {name} has dtype {tensor.dtype}; save it as floats")

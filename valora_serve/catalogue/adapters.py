@@ -346,9 +346,7 @@ def _pair(
         only = next(iter(tensors.values()))[0]
         raise ValueError(f"{only} has no partner; save the adapter again")
     if numbers is None:
-        raise ValueError(
-            f"{tensors['A'][0]} is what target_modules does not name; correct {CONFIG}"
-        )
+        raise ValueError(f"{tensors['A'][0]} is what target_modules does not name: add it")
     rank, alpha = numbers
     if rank > MAX_RANK:
         raise ValueError(f"expected a rank of at most {MAX_RANK}, got {rank}; train it again")

@@ -216,9 +216,7 @@ class Store:
         except BundleError as error:
             raise AdapterError(str(error)) from error
         except OSError as error:
-            raise AdapterError(
-                f"bundle {folder} cannot be read ({error}): copy it again"
-            ) from error
+            raise AdapterError(f"{folder} cannot be read ({error}): copy it again") from error
         except ValueError as error:
             raise AdapterError(f"bundle {folder}: {error}: export it again") from error
 
@@ -312,14 +310,10 @@ class Store:
         if facts.get("head"):
             head = read_head(_verified(bundle, facts["head"]), self._width).to(self._device)
             if labels and head.labels != labels:
-                raise ValueError(
-                    f"domain {name} has labels {shown(labels)}, its head {head.labels}"
-                )
+                raise ValueError(f"domain {name} has labels {shown(labels)}, not {head.labels}")
             head = head.configured(facts)
             if by is not None and by.model.decode_only and head.reads_visual:
-                raise ValueError(
-                    f"the head of domain {name} reads images, so no decode_only adapter fits"
-                )
+                raise ValueError(f"the head of {name} reads images, which decode_only forbids")
         golden = [one for one in examples if one.get("domain") == name]
         rests = (one.get("rest") for one in golden)
         counts = {1 + len(rest) if isinstance(rest, list) else 1 for rest in rests}
@@ -350,9 +344,7 @@ class Store:
 
     def _check_name(self, name: str) -> None:
         if not name or name != name.strip() or not name.isprintable() or len(name) > NAME_LENGTH:
-            raise AdapterError(
-                f"{shown(name)} cannot be a name: use {NAME_LENGTH} visible characters"
-            )
+            raise AdapterError(f"{shown(name)} is no name: use {NAME_LENGTH} visible characters")
         if name in (self.base, self.base_name):
             raise AdapterError(f"{name} is the base model's name: choose another one")
 

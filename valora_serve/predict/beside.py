@@ -113,18 +113,14 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
         if (status := subprocess.run(command, check=False).returncode) in (130, -signal.SIGINT):
             raise KeyboardInterrupt
         if status:
-            raise SettingsError(
-                f"{model} did not answer, see above: run valora label and name its file"
-            )
+            raise SettingsError(f"{model} did not answer, see above: run valora label yourself")
     found = {}
     for number, row in read_lines(file):
         try:
             if row is None or (row.get("error") is None and row["domain"] == domain.name):
                 found[row["file"]] = found_in(row["answer"])  # type: ignore[index]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SettingsError(
-                f"line {number} of {file} is no prediction: run valora label"
-            ) from error
+            raise SettingsError(f"line {number} of {file} is no prediction of it") from error
     if not found:
         raise SettingsError(f"{file} has no answers of {domain.name}: name it with --domain there")
     return found

@@ -147,9 +147,7 @@ async def _run(options: argparse.Namespace) -> int:
     if small is not None:
         made = beside.compare(results.predictions(), small)
         if not made.images:
-            raise SettingsError(
-                f"{options.beside} answers no picture of {options.folder}: ask it first"
-            )
+            raise SettingsError(f"{options.beside} answers no picture of {options.folder}")
         page = beside.write(made, asked[0], results.source, options.out)
         on = f"agreement {made.agreement:.3f} on {plural(made.images, 'image')}"
         console.print(f"beside {options.beside}: {on}: {page}")
@@ -167,9 +165,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.beside and (not options.domain or "," in options.domain or options.domain == "*"):
         raise SettingsError("--beside compares one domain: name it with --domain")
     if not options.bundle and {options.prompt, options.min_score, options.max_tokens} != {None}:
-        raise SettingsError(
-            "--prompt, --min-score and --max-tokens go with --bundle: leave them out"
-        )
+        raise SettingsError("--prompt, --min-score, --max-tokens go with --bundle: leave them out")
     for name in ("at_once", "max_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:

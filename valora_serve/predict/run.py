@@ -134,9 +134,7 @@ def check_run(out: Path, facts: dict[str, Any]) -> list[ServedModel]:
         before = {**json.loads(file.read_text(encoding="utf-8"))}
         models = TypeAdapter(list[ServedModel]).validate_python(before.pop("models", []))
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise SettingsError(
-            f"{out} is without a sound {RUN}: name another folder with --out"
-        ) from error
+        raise SettingsError(f"{out} is without a sound {RUN}: name another folder") from error
     other = sorted(name for name in facts | before if facts.get(name) != before.get(name))
     if other:
         what = f"predictions of another run, with other {', '.join(other)}"

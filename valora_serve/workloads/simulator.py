@@ -196,9 +196,7 @@ class Machine:
         worst = int(np.argmax(need))
         if need[worst] > self.settings.pages:
             most = self.settings.pages
-            raise SimulationError(
-                f"request {worst} needs {need[worst]:.0f} pages of {most}: raise `pages`"
-            )
+            raise SimulationError(f"request {worst} needs {need[worst]:.0f} of {most} pages")
 
     def _enter(self, view: SimulatedRequest) -> None:
         self.views[view.id] = view

@@ -111,9 +111,7 @@ def _arrivals(
 ) -> NDArray[np.float64]:
     """Draw arrival times with Gamma gaps of shape 1/cv² and scale cv²/rate (S-LoRA §7.2)."""
     if not (0 < rate < math.inf and 0 < duration < math.inf and 0 < cv < math.inf):
-        raise TraceError(
-            f"Rate, duration and variation must be positive: {rate:g}, {duration:g}, {cv:g}."
-        )
+        raise TraceError(f"Rate, duration and variation must be above 0: {rate}, {duration}, {cv}.")
     times = np.zeros(0)
     end = 0.0
     while end < duration:
@@ -324,9 +322,7 @@ def read(path: Path) -> Workload:
         if line.adapter is not None:
             number, known = ranks.setdefault(line.adapter, (len(ranks), line.rank))
             if known != line.rank:
-                raise TraceError(
-                    f"{where}: {line.adapter} has rank {line.rank}, but {known} above."
-                )
+                raise TraceError(f"{where}: {line.adapter} has rank {line.rank}, but {known} above")
         limit = math.nan if line.latency_limit is None else line.latency_limit
         rows.append((line.arrival, number, line.prompt, line.output, line.images, limit))
     rows.sort(key=lambda row: row[0])

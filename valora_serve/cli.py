@@ -272,7 +272,10 @@ def _append(file: Path, line: str) -> None:
     except OSError as error:
         reason = str(error.strerror)
     if written < len(content):
-        raise StorageError(f"the key could not be written to {file} ({reason}), and none was made")
+        raise StorageError(
+            f"the key could not be written to {file} ({reason}), and none was made: make room or "
+            "name another file"
+        )
 
 
 def main(

@@ -120,7 +120,9 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
             if row is None or (row.get("error") is None and row["domain"] == domain.name):
                 found[row["file"]] = found_in(row["answer"])  # type: ignore[index]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SettingsError(f"line {number} of {file} is no prediction of it") from error
+            raise SettingsError(
+                f"line {number} of {file} is no prediction: write it with valora label"
+            ) from error
     if not found:
         raise SettingsError(f"{file} has no answers of {domain.name}: name it with --domain there")
     return found

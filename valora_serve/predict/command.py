@@ -147,7 +147,9 @@ async def _run(options: argparse.Namespace) -> int:
     if small is not None:
         made = beside.compare(results.predictions(), small)
         if not made.images:
-            raise SettingsError(f"{options.beside} answers no picture of {options.folder}")
+            raise SettingsError(
+                f"{options.beside} answers no picture of {options.folder}: run valora label on that"
+            )
         page = beside.write(made, asked[0], results.source, options.out)
         on = f"agreement {made.agreement:.3f} on {plural(made.images, 'image')}"
         console.print(f"beside {options.beside}: {on}: {page}")

@@ -196,7 +196,7 @@ class Machine:
         worst = int(np.argmax(need))
         if need[worst] > self.settings.pages:
             most = self.settings.pages
-            raise SimulationError(f"request {worst} needs {need[worst]:.0f} of {most} pages")
+            raise SimulationError(f"request {worst} needs more than {most} pages: raise `pages`")
 
     def _enter(self, view: SimulatedRequest) -> None:
         self.views[view.id] = view

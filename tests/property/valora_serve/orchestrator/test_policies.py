@@ -209,9 +209,16 @@ class Machine:
 
 def request(i, adapter, arrival=0.0, prompt=5, output=3, rank=8, adapter_pages=2, **more):
     return RequestView(
-        f"r{i}", adapter, rank if adapter else 0, arrival, prompt, output_left=output,
-        pages=-(-(prompt + 1) // PAGE), adapter_pages=adapter_pages if adapter else 0, **more,
-    )  # fmt: skip
+        f"r{i}",
+        adapter,
+        rank if adapter else 0,
+        arrival,
+        prompt,
+        output_left=output,
+        pages=-(-(prompt + 1) // PAGE),
+        adapter_pages=adapter_pages if adapter else 0,
+        **more,
+    )
 
 
 @dataclass(frozen=True)
@@ -239,11 +246,19 @@ class World:
     def views(self):
         return [
             request(
-                i, adapter, arrival, prompt, output, *size(adapter), latency_limit=limit,
-                client=adapter, pair=is_pair(adapter), blocks=self.blocks(prompt),
+                i,
+                adapter,
+                arrival,
+                prompt,
+                output,
+                *size(adapter),
+                latency_limit=limit,
+                client=adapter,
+                pair=is_pair(adapter),
+                blocks=self.blocks(prompt),
             )
             for i, (adapter, arrival, prompt, output, limit) in enumerate(self.requests)
-        ]  # fmt: skip
+        ]
 
     def machine(self, policy):
         return Machine(

@@ -77,16 +77,13 @@ class SamplingParams:
     min_p: float = 0.0  # sample from tokens at least this likely, relative to the most likely one
     seed: int | None = None  # of this request's random numbers, whatever else is in the batch
     stop: tuple[str, ...] = ()  # texts that end the answer; they are not part of it
-    # Most likely tokens whose log probabilities are returned, beside that of the chosen one.
-    logprobs: int | None = None
-    # The same for each token of the prompt, which is then computed without the prefix cache.
-    prompt_logprobs: int | None = None
+    logprobs: int | None = None  # most likely tokens to return beside each chosen one
+    prompt_logprobs: int | None = None  # the same of the prompt, computed without prefix cache
     ignore_eos: bool = False  # whether generation goes on to `max_tokens` after stop tokens
     constraint: Constraint | None = None
     frequency_penalty: float = 0.0  # subtracted from a logit for each time it was generated
     presence_penalty: float = 0.0  # subtracted from a logit if it was generated at all
-    # Divisor of positive logits, factor of negative ones, of tokens of prompt and answer.
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # divides positive logits of tokens so far, else multiplies
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, value), added after the penalties
 
     @property
@@ -188,11 +185,9 @@ class PromptLogprobs:
     """
 
     ids: NDArray[np.int64]  # [tokens] int64, ids of the prompt's tokens
-    # [tokens - 1] float32, those of the tokens from the second one on.
-    logprobs: NDArray[np.float32]
+    logprobs: NDArray[np.float32]  # [tokens - 1] float32, from the second token on
     top_ids: NDArray[np.int64]  # [tokens - 1, n] int64, the most likely tokens at these places
-    # [tokens - 1, n] float32, their log probabilities, in descending order.
-    top_logprobs: NDArray[np.float32]
+    top_logprobs: NDArray[np.float32]  # [tokens - 1, n] float32, in descending order
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,14 +320,11 @@ class EngineStats:
     shared_passes: int = 0  # requests whose head read the hidden states of another one's pass
     non_finite: int = 0  # requests that failed as the model computed NaN or infinity
     unmergeable: tuple[str, ...] = ()  # adapters that are never merged into the base weights
-    # Adapters that requests cannot use any more, each with the reason.
-    quarantined: dict[str, str] = field(default_factory=dict)
-    # Of each phase of the start; what is prepared between requests is added.
-    start_seconds: dict[str, float] = field(default_factory=dict)
+    quarantined: dict[str, str] = field(default_factory=dict)  # adapters that are, and why
+    start_seconds: dict[str, float] = field(default_factory=dict)  # by phase, later ones too
     prepared: int = 0  # graphs and kernels
     preparations: int = 0
-    # Shapes whose kernel tilings are measured, on a GPU for which none are shipped.
-    tilings_measured: int = 0
+    tilings_measured: int = 0  # shapes, on a GPU for which no tilings are shipped
     tilings_wanted: int = 0
 
 
@@ -342,10 +334,8 @@ class NewContext:
 
     name: str  # name that requests will use
     document: str  # the document's text
-    # ``prefix`` for its own keys and values, ``memory_tokens`` for those of an encoder.
-    form: str = "prefix"
-    # Tokens that a prefix keeps, None for all; an encoder makes as many as it has.
-    tokens: int | None = None
+    form: str = "prefix"  # its own keys and values, or ``memory_tokens`` of an encoder
+    tokens: int | None = None  # that a prefix keeps, None for all; not of an encoder
     encoder: str | None = None  # name of the encoder, ``bundle/encoder``; None for the only one
     # Name of the adapter that answers; None for the base model, which encoders are trained for
     # unless they come with an adapter that decodes.

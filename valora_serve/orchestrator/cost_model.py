@@ -123,8 +123,7 @@ class CostModel:
     # Rows of the steps with prompt tokens that are replayed from CUDA graphs, ascending: a step
     # takes as long as the next larger graph.
     captured_rows: tuple[int, ...] = ()
-    # Least of a step with prompt tokens that no graph covers: the host launches one by one.
-    uncaptured_seconds: float = 0.0
+    uncaptured_seconds: float = 0.0  # least of a step with prompts that no graph covers
     measured: bool = False  # or an estimate
     lora_known: bool = False  # whether there were adapters to measure
     error: float | None = None  # median relative error over the points of the fit

@@ -133,13 +133,15 @@ class CostModel:
         if s.prefill:
             c, lora, n = self.prefill_seconds, 8, self.rows(s.decode + s.prefill)
             time = c[0] + c[1] * n + c[5] * s.kv_tokens + c[6] * s.pairs + c[7] * s.images
-            time += c[2] * max(0, n - 128) + c[3] * max(0, n - 256) + c[4] * max(0, n - 512)
+            if n > 128:
+                time += c[2] * (n - 128) + c[3] * max(0, n - 256) + c[4] * max(0, n - 512)
         else:
             c, lora, n = self.decode_seconds, 5, s.decode
             if not n:
                 return 0.0
             time = c[0] + c[1] * n + c[4] * s.kv_tokens
-            time += c[2] * max(0, n - 64) + c[3] * max(0, n - 256)
+            if n > 64:
+                time += c[2] * (n - 64) + c[3] * max(0, n - 256)
         if s.terms:
             time += c[lora] + c[lora + 1] * s.ranks + c[lora + 2] * s.work
             if s.mode is Mode.MIXTURE:

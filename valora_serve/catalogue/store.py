@@ -278,7 +278,7 @@ class Store:
         """Return the adapter that answers about a context; MissingAdapterError if there is none."""
         found = self._named.get(name)
         if found is None or found.model.kind != "adapter":
-            text = f"context {context} is to be answered by adapter {shown(name)}: load that first"
+            text = f"context {context} needs adapter {shown(name)}, which is not served: load it"
             raise MissingAdapterError(text, name)
         return found
 

@@ -193,7 +193,7 @@ class PolicySettings:
         latency_limits: Latency limits in seconds by domain. Of these, a request's own limit and its
             deadline, the earliest counts.
         fair: Whether waiting requests are admitted by what their clients were served
-            (`fairness.FairShares`), instead of by age, by length or by `patience`.
+            (`admission.FairShares`), instead of by age, by length or by `patience`.
         shares: Share of each client; 1 for those that it does not name.
         mixture: Whether requests of other adapters may run beside a merged one; without it, they
             run unmerged (to compare with).

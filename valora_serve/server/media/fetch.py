@@ -29,6 +29,7 @@ from valora_serve.errors import ImageError
 from valora_serve.server.settings import ServerSettings
 
 MAX_REDIRECTS = 3
+SMALL = 1 << 16  # characters of a data: URL up to which waiting for a thread takes longer
 _DATA_URL = re.compile(r"data:[^,]{0,1000}; *base64 *,", re.IGNORECASE)
 _STANDARD = bytes.maketrans(b"-_", b"+/")  # from the alphabet that is safe in URLs
 _SPACES = b" \t\n\f\r"
@@ -88,6 +89,8 @@ class Fetcher:
         scheme = url[:8].partition(":")[0].lower()
         in_thread = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         if scheme == "data":
+            if len(url) <= SMALL:
+                return _from_data_url(url, max_bytes, what)
             return await in_thread(_from_data_url, url, max_bytes, what)
         if scheme == "file":
             return await in_thread(_from_folder, self._folder, url, max_bytes, what)

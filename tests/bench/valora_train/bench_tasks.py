@@ -57,6 +57,7 @@ def sets(folder):
         names, domain = yaml.safe_load(file.read_text())["names"], f"domains.{file.parent.name}"
         labels = list(names.values()) if isinstance(names, dict) else names
         given += [f"+domain@{domain}=yolo", f"{domain}.name={file.parent.name}"]
+        given.append(f"{domain}.required=0.01")  # so that none is rolled back
         given += [f"{domain}.labels=[{','.join(labels)}]", f"{domain}.source.path={file}"]
     return given
 

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 _AT = {
     "cost": "cost:CostPolicy",
     "valora": "valora:ValoraPolicy",
-    "algorithm1": "baselines:Algorithm1Policy",
-    "algorithm1_published": "baselines:Algorithm1PublishedPolicy",
+    "algorithm1": "algorithm1:Algorithm1Policy",
+    "algorithm1_published": "algorithm1:Algorithm1PublishedPolicy",
     "merge_only": "baselines:MergeOnlyPolicy",
     "unmerge_only": "baselines:UnmergeOnlyPolicy",
-    "dlora": "baselines:DLoraPolicy",
+    "dlora": "dlora:DLoraPolicy",
     "slora": "baselines:SLoraPolicy",
 }
 POLICIES: Registry[type[BasePolicy]] = Registry(

@@ -113,7 +113,9 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
         if (status := subprocess.run(command, check=False).returncode) in (130, -signal.SIGINT):
             raise KeyboardInterrupt
         if status:
-            raise SettingsError(f"{model} did not answer, see above: run valora label yourself")
+            raise SettingsError(
+                f"{model} did not answer, see above: run valora label, and give its file here"
+            )
     found = {}
     for number, row in read_lines(file):
         try:

@@ -148,7 +148,7 @@ async def _run(options: argparse.Namespace) -> int:
         made = beside.compare(results.predictions(), small)
         if not made.images:
             raise SettingsError(
-                f"{options.beside} answers no picture of {options.folder}: run valora label on that"
+                f"{options.beside} answers no picture of {options.folder}: run valora label on it"
             )
         page = beside.write(made, asked[0], results.source, options.out)
         on = f"agreement {made.agreement:.3f} on {plural(made.images, 'image')}"

@@ -219,25 +219,29 @@ class CostPolicy(BasePolicy):
 
         return first + heapq.nsmallest(slots, rest, key=order), "shortest request first"
 
+    def _candidates(self, view: View, load: _Load) -> list[str | None]:
+        """The weights to compare: pristine ones, the current ones, the most popular adapters'."""
+        popular = heapq.nlargest(
+            CANDIDATES,
+            ((g.rows + g.coming, g.prompt, a) for a, g in load.groups.items() if a is not None),
+        )
+        found: list[str | None] = [None]
+        if view.merged is not None:
+            found.append(view.merged)
+        found += [a for _, _, a in popular if a != view.merged and can_merge(view, a)]
+        if not self.settings.mixture:  # an adapter beside which nothing else runs, or none
+            found = [a for a in found if a is None or load.groups.keys() <= {a}]
+        return found
+
     def _weights(self, view: View, load: _Load) -> tuple[str | None, str]:
         if not load.groups:
             return view.merged, "nothing to compute"
         self._ranks.update((a, g.rank) for a, g in load.groups.items())
-        popular = sorted(
-            ((g.rows + g.coming, g.prompt, a) for a, g in load.groups.items() if a is not None),
-            reverse=True,
-        )[:CANDIDATES]
-        candidates: list[str | None] = [None]
-        if view.merged is not None:
-            candidates.append(view.merged)
-        candidates += [a for _, _, a in popular if a != view.merged and can_merge(view, a)]
-        if not self.settings.mixture:  # an adapter beside which nothing else runs, or none
-            candidates = [a for a in candidates if a is None or load.groups.keys() <= {a}]
         rows = load.rows.all + load.coming.all
         steps = min(HORIZON, load.remaining / max(1, rows))
         # Without a clear advantage the weights stay as they are.
         best, lowest = view.merged, math.inf
-        for adapter in candidates:
+        for adapter in self._candidates(view, load):
             rank = self._ranks.get(adapter, 0)
             switch = self.cost.switch(view.merged, adapter, rank)
             cost = switch * (1 + self.settings.hysteresis)
@@ -257,7 +261,7 @@ class CostPolicy(BasePolicy):
             self._regrets.clear()
         found, ranks = self._regrets, self._ranks
         took = self.cost.step(load.step(adapter, ranks.get(adapter, 0), tokens))
-        for other in {None, *load.groups, *found} - {adapter}:
+        for other in {*self._candidates(view, load), *found} - {adapter}:
             rank = ranks.get(other, 0)
             saved = took - self.cost.step(load.step(other, rank, tokens))
             limit = self.cost.switch(adapter, other, rank) * (1 + self.settings.hysteresis)

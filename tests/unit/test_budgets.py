@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_297,
     "teachers/valora_teachers": 1_609,
     "kernels/valora_kernels": 3_770,
-    "valora_serve": 25_946,
+    "valora_serve": 25_976,
     "tests/*/valora_train": 6_975,
     "tests/*/valora_data": 3_547,
     "tests/*/valora_teachers": 1_142,

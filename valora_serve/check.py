@@ -125,18 +125,20 @@ def _bytes(settings: EngineSettings, bundles: Sequence[Path]) -> float:
     heads = text.num_attention_heads
     head = getattr(text, "head_dim", None) or text.hidden_size // heads
     kept = 2 * (getattr(text, "num_key_value_heads", None) or heads) * head  # numbers a layer
-    weights = linears = 0.0
+    weights = linears = tower = 0.0
     adapters = [file for one in bundles for file in one.rglob("adapter_model.safetensors")]
     for file in (*folder.glob("*.safetensors"), *adapters):
         with safe_open(file, "numpy") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                size = 2 * math.prod(opened.get_slice(name).get_shape())
-                mergeable = not any(part in name for part in VISION_MODULES)
-                linears += size * (name.endswith("proj.weight") and mergeable)
-                weights += size
+                shape = opened.get_slice(name).get_shape()
+                weights += (size := 2 * math.prod(shape))
+                if any(part in name for part in VISION_MODULES):
+                    tower += size * (len(shape) == 2)
+                else:
+                    linears += size * name.endswith("proj.weight")
     weights -= linears * (1 - SHARES.get(settings.quantize, 1))
     if Mode.MERGED in POLICIES[settings.policy].modes and settings.quantize not in UNMERGEABLE:
-        weights += linears  # the copy that merging keeps
+        weights += linears + tower  # the copy that merging keeps
     page = 2 * text.num_hidden_layers * settings.block_size * kept
     beside = (settings.pages or MIN_PAGES) * page
     beside += beside_weights(settings, text.hidden_size, text.vocab_size)

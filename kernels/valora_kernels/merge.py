@@ -73,6 +73,10 @@ class MergeableWeights:
         """The matrix that the model reads: a view [outputs, inputs] of `live`."""
         return self._view(self.live, name)
 
+    def pristine_weight(self, name: str) -> torch.Tensor:
+        """The matrix that nothing is merged into: a view [outputs, inputs] of `pristine`."""
+        return self._view(self.pristine, name)
+
     def _view(self, memory: torch.Tensor, name: str) -> torch.Tensor:
         outputs, inputs = self.shapes[name]
         start = self._starts[name]
@@ -142,7 +146,7 @@ class MergeableWeights:
     def _merge_each(self, slot: int, rank: int, scaling: float) -> None:
         for name, (weights, projection) in self._sources.items():
             a, b = weights.rows_of(projection, slot, rank)
-            merged = merge_reference(self._view(self.pristine, name), a, b.T, scaling)
+            merged = merge_reference(self.pristine_weight(name), a, b.T, scaling)
             self.weight(name).copy_(merged)
 
     def merge_by_matrix(self, slot: int, rank: int, scaling: float) -> None:
@@ -154,7 +158,7 @@ class MergeableWeights:
     def unmerge_by_matrix(self) -> None:
         """Restore the base weights, one matrix after the other, and wait for the device."""
         for name in self.shapes:
-            self.weight(name).copy_(self._view(self.pristine, name))
+            self.weight(name).copy_(self.pristine_weight(name))
         self._wait()
 
     def _wait(self) -> None:

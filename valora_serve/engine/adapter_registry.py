@@ -106,8 +106,7 @@ class AdapterRegistry:
     """The names of the store, and the adapters and prefixes behind them in memory.
 
     An adapter's key is its folder's name and the start of its content hash; it is freed after its
-    last name and request. `on_change(language)` is called after weights were moved, or began to
-    take adapters.
+    last name and request. `on_change` is called after weights moved, or began to take adapters.
     """
 
     def __init__(
@@ -119,7 +118,7 @@ class AdapterRegistry:
         merge_state: MergeState,
         *,
         mergeable: bool,
-        on_change: Callable[[bool], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._lmm, self._store, self._memory = lmm, store, memory
         self._merge_state = merge_state
@@ -286,4 +285,4 @@ class AdapterRegistry:
                 "into: lower memory, or choose policy=unmerge_only"
             ) from error
         finally:  # some weights may have moved all the same
-            self._on_change(any(linears.groups[name].spec.part == "text" for name in new))
+            self._on_change()

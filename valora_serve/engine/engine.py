@@ -201,7 +201,9 @@ class Engine:
                 max_adapters=settings.max_adapters,
                 sizes=sizing.graph_sizes(settings, self.device), left=self.start_up.left,
             )  # fmt: skip
-        self.images = ImageEncoder(self.runner, self.adapters, settings.image_cache_bytes)
+        self.images = ImageEncoder(
+            self.runner, self.adapters, self.merge_state, settings.image_cache_bytes
+        )
         self._text_of = functools.cache(partial(text_and_bytes, self._preprocessing.tokenizer))
         machine = sizing.machine_of(settings, self.device, lmm.dtype)
         self.cost = cost_model or load_or_estimate(settings.folder("cost"), machine, lmm.base)
@@ -261,10 +263,8 @@ class Engine:
         self.cost = cost_model
         self.policy = make_policy(self.settings.policy, cost_model, self.settings.deciding)
 
-    def _weights_changed(self, language: bool) -> None:
-        """Capture anew, as weights moved, or take adapters; graphs hold the language model."""
-        if self.runner.has_lora and not language:
-            return
+    def _weights_changed(self) -> None:
+        """Capture anew, as weights moved, or take adapters."""
         self.runner.take_lora()
         if self.tuning is not None:
             self.tuning.restart()

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from valora_kernels.metadata import NONE
+from valora_serve.engine.adapter_registry import MergeState
 from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import ImageError, StoppedError
 from valora_serve.memory.unified import AdapterMemory
@@ -19,9 +20,12 @@ log = logging.getLogger(__name__)
 class ImageEncoder:
     """Encodes images, with an LRU cache by image, the adapter's vision weights and the tenant."""
 
-    def __init__(self, runner: ModelRunner, adapters: AdapterMemory, max_bytes: int) -> None:
+    def __init__(
+        self, runner: ModelRunner, adapters: AdapterMemory, merge_state: MergeState, max_bytes: int
+    ) -> None:
         self.queries = self.hits = self.encoded = self.held_bytes = 0
         self._runner, self._adapters, self._max_bytes = runner, adapters, max_bytes
+        self._merge_state = merge_state
         self._kept: OrderedDict[bytes, VisualFeatures] = OrderedDict()
 
     def encode(
@@ -99,7 +103,9 @@ class ImageEncoder:
             for sequence, _ in distinct.values()
         ]
         visuals = [sequence.prompt.visuals[number] for sequence, number in distinct.values()]
-        found = dict(zip(distinct, self._runner.encode(visuals, slots), strict=True))
+        merged = self._merge_state.slot
+        merged = merged if merged != NONE and self._adapters.vision[merged] else NONE
+        found = dict(zip(distinct, self._runner.encode(visuals, slots, merged), strict=True))
         self.encoded += len(found)
         for key, features in found.items():
             self._keep(key, features)

@@ -138,10 +138,7 @@ def pages_that_fit(settings: EngineSettings, lmm: Lmm, page: PageShape, mergeabl
     pristine = 0
     if mergeable:
         weights = sum(
-            weight.numel()
-            for group in lmm.linears.groups.values()
-            if group.spec.part == "text"
-            for weight in group.weights
+            weight.numel() for group in lmm.linears.groups.values() for weight in group.weights
         )
         there = sum(len(memory.pristine) for memory in lmm.linears.merged)  # of an earlier engine
         pristine = item * (weights - there)

@@ -93,6 +93,7 @@ class PackedAdapter(Packed):
     rank: int  # the largest of its modules; the others are filled up with zero rows
     scaling: float  # of B·A, for all modules
     groups: frozenset[str]  # names of the groups of linears that it changes
+    vision: bool  # whether some of them are of the vision tower or the projector
     # [2, projections, rank], where rows of A and of Bᵀ start in its pages, counted in elements
     # from the start of the first one; -1 for no row.
     starts: NDArray[np.int64]
@@ -185,11 +186,12 @@ class UnifiedMemory:
                 raise AdapterError(f"{called} changes {module}, which this engine cannot adapt")
         starts = np.full((2, len(self._projections), adapter.rank), -1, np.int64)
         runs = []  # rows that follow each other in a page, where they start, how far they are apart
-        groups, end = set(), 0
+        groups, vision, end = set(), False, 0
         for module, (number, index, group) in self._projections.items():
             if (pair := adapter.modules.get(module)) is None:
                 continue
             groups.add(group.name)
+            vision = vision or group.part == "vision"
             a, b = pair.a, pair.b.T
             if group.share is not None:
                 a, b = a[:, group.share.inputs], b[:, group.share.outputs[index]]
@@ -219,6 +221,7 @@ class UnifiedMemory:
                 rank=adapter.rank,
                 scaling=adapter.scaling,
                 groups=frozenset(groups),
+                vision=vision,
                 starts=starts,
                 buffer=buffer,
             ),
@@ -363,6 +366,8 @@ class AdapterMemory(DeviceResidency[PackedAdapter]):
         self.ranks: NDArray[np.int32] = np.zeros(memory.slots, np.int32)
         # [slots] float32, scaling of the adapter in each slot.
         self.scalings: NDArray[np.float32] = np.zeros(memory.slots, np.float32)
+        # [slots] bool, whether it changes the vision tower or the projector.
+        self.vision: NDArray[np.bool_] = np.zeros(memory.slots, np.bool_)
         # Adapters that must not be merged into the base weights, each with the reason.
         self.unmergeable: dict[str, str] = {}
         # Those of them that no request may use until they are loaded again.
@@ -404,6 +409,7 @@ class AdapterMemory(DeviceResidency[PackedAdapter]):
         self._memory.write(entry.packed, entry.pages, entry.slot)
         self.ranks[entry.slot] = entry.packed.rank
         self.scalings[entry.slot] = entry.packed.scaling
+        self.vision[entry.slot] = entry.packed.vision
 
 
 class PrefixMemory(DeviceResidency[PackedPrefix]):

@@ -297,7 +297,7 @@ class PromptGraphs(Graphs):
 
 
 class ImageGraphs(Graphs):
-    """Captured encoders by their number of images; adapters of the tower run without a graph."""
+    """Captured encoders by their number of images; LoRA terms of the tower run without a graph."""
 
     def missing(self, terms: int) -> list[int]:
         """Return the sizes that are not captured; images have no LoRA terms."""

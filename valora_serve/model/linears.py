@@ -77,6 +77,7 @@ class LinearGroup:
         with torch.no_grad():
             # One [sum of outputs, inputs], or one per layer where they cannot be stacked.
             self.weights: tuple[Tensor, ...] = self._stack(linears)
+            self.pristine: tuple[Tensor, ...] = ()  # likewise, once adapters may be merged
             self.bias: Tensor | None = None  # [sum of outputs] or None
             biases: list[Tensor | None] = [linear.bias for linear in linears]
             if (one := next((bias for bias in biases if bias is not None), None)) is not None:
@@ -85,7 +86,7 @@ class LinearGroup:
                     for bias, width in zip(biases, widths, strict=True)
                 ]
                 self.bias = parts[0] if len(parts) == 1 else torch.cat(parts)
-        self._aligned = all(n % ALIGNMENT == 0 for n in (spec.in_features, *widths))
+        self.is_aligned = all(n % ALIGNMENT == 0 for n in (spec.in_features, *widths))
         self._columns = [slice(*pair) for pair in pairwise(accumulate(widths, initial=0))]
         # A tensor, as torch would compile each layer anew for numbers that differ.
         self._number = torch.tensor(next(_numbers))
@@ -143,7 +144,7 @@ class LinearGroup:
         way, widths = self._scope.operator, self.spec.out_features
         if batch is None or self.lora is None:
             y = self._base(flat)
-        elif way.adaptive and self._aligned and not self.quantized:
+        elif way.adaptive and self.is_aligned and not self.quantized:
             y = x.new_empty(len(flat), sum(widths))
             bases = [self.matrix(index) for index in range(len(widths))]
             biases = None if self.bias is None else list(self.bias.split(widths))
@@ -268,19 +269,19 @@ class Linears:
 
     def row_norms(self) -> dict[str, float]:
         """Root mean square of the norms of a weight's rows, by linear; nothing may be merged."""
-        text = {name: one for name, one in self.group_of.items() if one[0].spec.part == "text"}
-        if not text:
+        if not self.group_of:
             return {}
-        weights = [group.matrix(index) for group, index in text.values()]
+        weights = [group.matrix(index) for group, index in self.group_of.values()]
         norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in weights]
         rows = norms[0].new_tensor([len(weight) for weight in weights])
         sums = torch.stack((torch.stack(norms).square(), rows))
         if self.group is not None:
             # Of a row layer, each rank has all rows.
-            split = [(s := group.spec.share) is not None and s.row for group, _ in text.values()]
+            shares = [group.spec.share for group, _ in self.group_of.values()]
+            split = [share is not None and share.row for share in shares]
             sums[1, split] /= self.group.size
             self.group.all_reduce(sums)
-        return dict(zip(text, (sums[0] / sums[1]).sqrt().tolist(), strict=True))
+        return dict(zip(self.group_of, (sums[0] / sums[1]).sqrt().tolist(), strict=True))
 
     def activate(self, names: Collection[str], mergeable: bool) -> None:
         """Let groups apply adapters, and merge them if `mergeable`; nothing may be merged now."""
@@ -293,7 +294,7 @@ class Linears:
             # adapters do not change.
             lora = {
                 name: group.lora_to_merge() for name, group in self.groups.items()
-                if group.spec.part == "text" and group.lora is not None
+                if group.lora is not None
             }  # fmt: skip
             for weights in self.merged:
                 found = [(module, *self.group_of[module]) for module in weights.shapes]
@@ -301,7 +302,7 @@ class Linears:
                 weights.bind({m: (lora[name], index) for m, name, index in bound if name in lora})
 
     def merge(self, slot: int, rank: int, scaling: float) -> None:
-        """Merge the adapter in a slot into the weights of the language model."""
+        """Merge the adapter in a slot into all weights that it changes."""
         for group in self.groups.values():
             group.gather(slot, rank)
         for weights in self.merged:
@@ -313,20 +314,36 @@ class Linears:
         for weights in self.merged:
             (weights.unmerge_by_matrix if self.by_matrix else weights.unmerge)()
 
+    @contextmanager
+    def without_merged(self, part: str) -> Iterator[None]:
+        """Context in which a part's layers compute with their pristine weights."""
+        groups = [one for one in self.groups.values() if one.spec.part == part and one.pristine]
+        for group in groups:
+            group.weights, group.pristine = group.pristine, group.weights
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.weights, group.pristine = group.pristine, group.weights
+
     def is_finite(self) -> bool:
         """Whether all weights that adapters are merged into are finite; waits for the device."""
         found = all(weights.is_finite() for weights in self.merged)
         return found if self.group is None else bool(self.group.minimum(int(found)))
 
     def _make_mergeable(self, names: Collection[str]) -> None:
-        """Move the weights of groups into one allocation, which one launch can merge into."""
+        """Move the weights of groups into an allocation, which one launch can merge into.
+
+        Those of widths that the launch cannot take go into another one (3,420 of Qwen2.5-VL's
+        tower), so that only they are merged one matrix after the other.
+        """
         held = {name for memory in self.merged for name in memory.shapes}
-        groups = [
-            one for name, one in self.groups.items()
-            if name in names and name not in held and one.spec.part == "text"
-        ]  # fmt: skip
-        if not groups:
-            return
+        new = [one for name, one in self.groups.items() if name in names and name not in held]
+        for aligned in (True, False):
+            if groups := [one for one in new if one.is_aligned == aligned]:
+                self._move(groups)
+
+    def _move(self, groups: Sequence[LinearGroup]) -> None:
         shapes = {
             module: (width, group.spec.in_features)
             for group in groups
@@ -340,6 +357,8 @@ class Linears:
             views = [memory.set(name, group.matrix(i)) for i, name in enumerate(names_of)]
             group.weights = _stacked(views)  # the only one that held the weights until now
         memory.keep()
+        for group in groups:
+            group.pristine = _stacked([memory.pristine_weight(m) for m in group.spec.modules])
         self.merged.append(memory)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -498,8 +499,14 @@ class ModelRunner:
         """Return embeddings [tokens, width] in host memory as they stand in a prompt."""
         return VisualFeatures(embeddings.to(self._device, self._lmm.dtype))
 
-    def encode(self, visuals: Sequence[Visual], adapters: Sequence[int]) -> list[VisualFeatures]:
-        """Encode visuals of one kind and shape; `adapters` are slots for vision, or `NONE`."""
+    def encode(
+        self, visuals: Sequence[Visual], adapters: Sequence[int], merged: int = NONE
+    ) -> list[VisualFeatures]:
+        """Encode visuals of one kind and shape; `adapters` are slots for vision, or `NONE`.
+
+        So is `merged`. Images of others beside the merged adapter's have all pristine weights: no
+        term has to take it out again, which would cost time and digits.
+        """
         own = np.array(adapters, np.int64)
         counts = [next(iter(visual.tensors.values())).shape[0] for visual in visuals]
         batches: dict[int, LoraBatch] = {}
@@ -513,11 +520,13 @@ class ModelRunner:
                 terms.fill(batches[rows], self._adapters)
             return batches[rows]
 
+        linears = self._lmm.linears
         with torch.inference_mode():
-            if (own == NONE).all():
+            if (own == merged).all():
                 found = self._vision_graphs.encode(visuals)
                 return self._lmm.encode(visuals) if found is None else found
-            with self._lmm.linears.scope.part("vision", batch_of):
+            apart = nullcontext() if merged == NONE else linears.without_merged("vision")
+            with apart, linears.scope.part("vision", batch_of):
                 return self._lmm.encode(visuals)
 
 

@@ -106,6 +106,7 @@ def harmful(base, tmp_path_factory):
         "always": (larger(1e14), (23, 4, 8, MLP)),
         "sometimes": (one_direction, (24, 4, 8, MLP)),
         "tower": (larger(1e14), (25, 4, 8, f"{VISION}|{MLP}")),
+        "seeing": (larger(1e6), (26, 4, 8, VISION)),
     }
     kinds = {name: kind for name, (_, kind) in changes.items()}
     made = make_adapters(tmp_path_factory.mktemp("harmful"), base, 0.25, **kinds)

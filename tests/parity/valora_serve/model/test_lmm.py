@@ -129,7 +129,7 @@ def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
     family, base, adapters, reference
 ):
     """Adapters with different targets in one batch, in all modes; then the base model alone."""
-    engine = make_engine(base, adapters, policy="valora")
+    engine = make_engine(base, adapters, policy="valora", prefix_cache=False, image_cache_bytes=0)
     whole, part = (
         next(key for key in engine.registry.known() if key.startswith(name)) for name in adapters
     )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.parity.valora_serve.engine.test_engine import Forced
 from tests.support.engine_reference import (
     Reference,
     add_requests,
@@ -20,7 +21,7 @@ from tests.support.serve_helpers import EVERYTHING, LANGUAGE, make_adapters
 from valora_data.contract.base_model import load_model
 from valora_data.models.qwen_vl import WindowEncoder
 from valora_kernels.metadata import NONE
-from valora_serve.types import Request, SamplingParams
+from valora_serve.types import Mode, Request, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,17 +78,38 @@ def test_images_of_several_requests(base, calls, monkeypatch, counts, images):
     assert calls == {"all": [sum(images)], "eager": []}
 
 
-def test_adapters_of_the_tower_go_without_a_graph(base, tmp_path, calls):
+@pytest.fixture(scope="module")
+def adapters(base, tmp_path_factory):
     kinds = {"tower": (0, 4, 6, EVERYTHING), "language": (1, 4, 6, LANGUAGE)}
-    adapters = make_adapters(tmp_path, base, 0.25, **kinds)
-    engine = captured(base, adapters)
-    requests = [about(1, 1, "language"), about(2, 1)]
+    return make_adapters(tmp_path_factory.mktemp("adapters"), base, 0.25, **kinds)
+
+
+@pytest.mark.parametrize(
+    ("merged", "models", "eager"),
+    [
+        (None, ["language", None], []),
+        (None, ["tower", "language"], [2]),
+        ("language", ["language", None], []),
+        ("language", ["tower", "language"], [2]),
+        ("tower", ["tower", "tower"], []),
+        ("tower", ["tower", None, "language"], [3]),
+        ("tower", [None], [1]),
+    ],
+)
+def test_only_lora_terms_of_the_tower_go_without_a_graph(
+    base, adapters, calls, merged, models, eager
+):
+    """A merged adapter needs none for its own images; beside it, others have pristine weights."""
+    engine = captured(base, adapters, policy="valora")
+    keys = {key.partition("#")[0]: key for key in engine.registry.known()}
+    for key in keys.values():
+        assert engine.adapters.load(key)
+    mode = Mode.MIXTURE if merged else Mode.UNMERGED
+    engine.policy = Forced(lambda _: (mode, keys.get(merged)), engine)
+    requests = [about(number, 1, model) for number, model in enumerate(models)]
     check_answers(run(engine, requests), Reference(base, adapters), *requests)
-    assert calls["eager"] == []
-    run(engine, [about(5, 0, "tower")])  # so that both are resident
-    mixed = [about(3, 1, "tower"), about(4, 1, "language")]
-    check_answers(run(engine, mixed), Reference(base, adapters), *mixed)
-    assert calls["eager"] == [2]
+    assert calls["eager"] == eager
+    assert engine.merge_state.adapter == keys.get(merged)
 
 
 def test_an_image_that_is_encoded_later_changes_no_cached_one(base):
@@ -187,8 +209,8 @@ def test_a_broken_image_leaves_nothing_behind(windowed):
 
     good = image(torch.randn(4 * 4, encoder.columns), 4, 4)
     broken = image(torch.full((8 * 8, encoder.columns), torch.nan), 8, 8)
-    (before,) = engine.runner.encode([good], [NONE])
-    _, after = engine.runner.encode([broken, good], [NONE, NONE])
+    (before,) = engine.runner.encode([good], [NONE], NONE)
+    _, after = engine.runner.encode([broken, good], [NONE, NONE], NONE)
     assert torch.equal(before.embeddings, after.embeddings)
 
 

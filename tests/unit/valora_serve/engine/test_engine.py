@@ -302,10 +302,10 @@ def test_an_image_that_the_encoder_cannot_encode(base, error, monkeypatch, caplo
     wrong = prepared.prompt.visuals[1].tensors["pixel_values"]
     encode = engine.runner.encode
 
-    def fails(visuals, slots):
+    def fails(visuals, *slots):
         if any(torch.equal(one.tensors["pixel_values"], wrong) for one in visuals):
             raise error("cannot")
-        return encode(visuals, slots)
+        return encode(visuals, *slots)
 
     monkeypatch.setattr(engine.runner, "encode", fails)
     add_requests(engine, *requests[:3])

@@ -51,7 +51,7 @@ def test_a_gpu_without_room_is_refused(monkeypatch, mergeable):
 
 @pytest.mark.parametrize(
     ("mergeable", "pristine", "copies"),
-    [(False, (), 0), (True, (), 700), (True, (400,), 300), (True, (400, 300), 0)],
+    [(False, (), 0), (True, (), 5700), (True, (400,), 5300), (True, (400, 300, 5000), 0)],
 )
 def test_pages_take_what_the_gpu_has_left(monkeypatch, mergeable, pristine, copies):
     """What torch has kept of loading is let go first, and each weight is copied once at most."""

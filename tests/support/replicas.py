@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import pickle
@@ -22,6 +23,16 @@ from valora_serve.types import EngineStats
 
 SECRET = "an-admin-key-of-32-characters-ok"
 BUILT_IN = {model.name for model in FakeEngine().models()}
+
+
+def awaited(test):
+    """Decorator of a test that is a coroutine, and waits for nothing for long."""
+
+    @functools.wraps(test)
+    def run(**given):
+        asyncio.run(asyncio.wait_for(test(**given), 60))
+
+    return run
 
 
 def report(
@@ -80,8 +91,7 @@ class Running(EngineReplica):
         await startup.load_all(self.engine, [self._given], self.served_set)
         app = create_app(self.engine, self.settings, self.served_set)
         await self._listen(app, bind(self.settings)[0], self.settings)
-        self.gate, self.url = self._gate, self._url
-        await self._follow(await self._tell(), self._context.served.state)
+        await self._follow(*await self._tell())
         self._reporting = asyncio.create_task(self._keep_reporting())
 
     def __del__(self):
@@ -95,12 +105,12 @@ class Running(EngineReplica):
     def front(self, **headers):
         told = {"client": ["9.9.9.9", 5], "server": ["127.0.0.1", 80], "scheme": "http",
                 "state": {"counts": True, "facts": {}}}  # fmt: skip
-        return {"x-valora-front": f"{self.gate.secret} {json.dumps(told)}",
+        return {"x-valora-front": f"{self._secret} {json.dumps(told)}",
                 "authorization": f"Bearer {SECRET}", **headers}  # fmt: skip
 
     async def post(self, path, status=200, **body):
-        async with httpx.AsyncClient(base_url=self.url, headers=self.front(), timeout=60) as client:
-            answer = await client.post(f"/v1/{path}", json=body)
+        async with httpx.AsyncClient(base_url=self._url, headers=self.front(), timeout=60) as one:
+            answer = await one.post(f"/v1/{path}", json=body)
         assert answer.status_code == status, answer.text
         return answer
 

@@ -9,14 +9,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from valora_serve.errors import AdapterError, StoppedError
 from valora_serve.server.loading.state_file import SavedState, StateFile
-
-if TYPE_CHECKING:
-    from valora_serve.server.loading.startup import Served
-    from valora_serve.types import EngineStats
+from valora_serve.types import EngineStats
 
 PERIOD = 0.5  # seconds between two reports of a replica, and between two looks of the server
 STALE = 15.0  # age in seconds from which on a report counts as gone; a busy replica is late
@@ -55,10 +52,10 @@ class Board:
         self._clock = clock
         self._replicas: dict[str, tuple[float, Report]] = {}  # when they reported last, and what
         self._owed: defaultdict[str, Counter[str]] = defaultdict(Counter)  # `taken` of others
-        self._served: Served | None = None
+        self._served: Any = None
 
-    def served(self, served: Served | None = None) -> Served | None:
-        """What a replica has served at its start, as one has told."""
+    def served(self, served: Any = None) -> Any:
+        """What a replica has served at its start, a `startup.Served`, as one has told."""
         self._served = served or self._served
         return self._served
 
@@ -103,10 +100,10 @@ class Board:
             await asyncio.sleep(PERIOD / 10)
 
     async def report(self, report: Report) -> tuple[SavedState | None, list[Report], Counter[str]]:
-        """Take a report; after `PERIOD`, or once there is something new to serve, gives that.
+        """Take a report; after `PERIOD`, or at once if it is new, gives the state to serve.
 
-        None stands for it while the replica itself changes it; then come the reports of all, and
-        the requests that rate limits of the others have counted.
+        It is None while the replica itself changes it. With it come the reports of all, and the
+        requests that rate limits of the others have counted.
         """
         name = report.replica
         for other in self._replicas.keys() - {name}:

@@ -13,10 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 # Read when Ray is imported. Ray reports its use to its makers otherwise, starts by itself when a
 # thread of Ray Serve calls it after the end, and has replicas yield to all else of the machine.
@@ -30,27 +30,24 @@ from ray.serve.schema import LoggingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from valora_data.wording import plural
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
 from valora_serve.replicas.board import PERIOD, Board
 from valora_serve.replicas.replica import NAMESPACE, EngineReplica
+from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.api.system import own_version
 from valora_serve.server.listen import bind
+from valora_serve.server.loading.startup import Served
 from valora_serve.server.loading.state_file import content_hash
-
-if TYPE_CHECKING:
-    from valora_serve.engine.settings import EngineSettings
-    from valora_serve.replicas.settings import ReplicaSettings
-    from valora_serve.server.loading.startup import Served
-    from valora_serve.server.settings import ServerSettings
+from valora_serve.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 Sockets = list[socket.socket]
 
-OBJECT_BYTES = 128 << 20  # memory of a Ray that is started here for objects, which are few
-HEALTH_SECONDS = 1.0, 30.0  # period of health checks, which find who died, and their time limit
 DRAIN_EXTRA = 15.0  # seconds that a replica has to stop, once its requests had `drain_seconds`
 REACH_SECONDS = 5.0  # time limit for connecting to a Ray cluster
 LOGS = "/tmp/ray/session_latest/logs"
+FRONT = "valora_serve.replicas.front"  # what runs in the process of a front
 
 
 async def run(
@@ -66,11 +63,12 @@ async def run(
         if address is not None:
             stack.callback(_delete, settings.application)
         count = settings.fronts or max(2, min(16, (os.cpu_count() or 1) // 4))
-        made = replicas(settings, engine, server, folders, count)
-        await _deploy(made, settings)
-        served = await board.served.remote()
-        plan = server, settings, engine.slots, count
-        await Fronts(board, shared(sockets, server, count), plan).run(partial(announce, served))
+        each = dataclasses.replace(server, max_connections=server.max_connections * count)
+        await deploy(settings, engine, each, folders)
+        await keep_fronts(
+            shared(sockets, server, count), (server, settings, engine.slots, count),
+            partial(_known, board), partial(announce, await board.served.remote()),
+        )  # fmt: skip
 
 
 def shared(sockets: Sockets, server: ServerSettings, count: int) -> list[Sockets]:
@@ -83,79 +81,74 @@ def shared(sockets: Sockets, server: ServerSettings, count: int) -> list[Sockets
     return [sockets, *(bind(same, shared=True) for _ in range(count - 1))]
 
 
-class Fronts:
-    """The processes with the public port; one that dies gets its sockets, and their queue, anew."""
+async def keep_fronts(
+    sockets: Sequence[Sockets], plan: tuple[Any, ...], look: Callable[[], Awaitable[bytes | None]],
+    announce: Callable[[], None],
+) -> None:  # fmt: skip
+    """Run a front for each of the sockets until SIGTERM or SIGINT; one that dies starts again.
 
-    def __init__(self, board: Any, sockets: list[Sockets], plan: tuple[Any, ...]) -> None:
-        self._board, self._sockets, self._plan = board, sockets, plan
-        self._running: list[asyncio.subprocess.Process] = []
-        self._known = pickle.dumps([])
+    `plan` has the other arguments of `front.Front`; `announce` is called once all fronts answer.
+    """
+    stop, known = asyncio.Event(), await look() or pickle.dumps([])
+    for ends_it in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(ends_it, stop.set)
+    running = [await _start(own, plan, known) for own in sockets]
+    if not all([await front.stdout.readline() for front in running]):
+        raise SettingsError("a front did not start: see what it has said above")
+    announce()
+    while not stop.is_set():
+        known = await look() or known
+        for number, front in enumerate(running):
+            if front.returncode is None:
+                front.stdin.write(known)
+            else:
+                log.warning("a front ended with status %s: it starts again", front.returncode)
+                running[number] = await _start(sockets[number], plan, known)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), PERIOD)
+    for one in {one for some in sockets for one in some}:
+        one.close()
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        for front in running:
+            with contextlib.suppress(ProcessLookupError):
+                front.send_signal(how)
+        ends = [asyncio.create_task(front.wait()) for front in running]
+        await asyncio.wait(ends, timeout=plan[0].drain_seconds + DRAIN_EXTRA)
 
-    async def run(self, announce: Callable[[], None]) -> None:
-        """Keep them running, and tell them of the replicas, until SIGTERM or SIGINT comes."""
-        stop = asyncio.Event()
-        for ends_it in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(ends_it, stop.set)
-        await self._look()
-        self._running = list(await asyncio.gather(*map(self._start, self._sockets)))
-        if not all([await one.stdout.readline() for one in self._running if one.stdout]):
-            raise SettingsError("a front did not start: see what it has said above")
-        announce()
-        while not stop.is_set():
-            await self._look()
-            for number, one in enumerate(self._running):
-                if one.returncode is not None:
-                    log.warning("a front ended with status %s: it starts again", one.returncode)
-                    self._running[number] = await self._start(self._sockets[number])
-                elif one.stdin is not None:
-                    one.stdin.write(self._known)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), PERIOD)
-        for socket_ in {one for some in self._sockets for one in some}:
-            socket_.close()
-        for how in (signal.SIGTERM, signal.SIGKILL):
-            for one in self._running:
-                with contextlib.suppress(ProcessLookupError):
-                    one.send_signal(how)
-            ends = [asyncio.create_task(one.wait()) for one in self._running]
-            await asyncio.wait(ends, timeout=self._plan[0].drain_seconds + DRAIN_EXTRA)
 
-    async def _start(self, sockets: Sockets) -> asyncio.subprocess.Process:
-        numbers = [one.fileno() for one in sockets]
-        made = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "valora_serve.replicas.front",
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=numbers,
-        )  # fmt: skip
-        assert made.stdin is not None
-        made.stdin.write(pickle.dumps((numbers, *self._plan)) + self._known)
-        return made
+async def _start(sockets: Sockets, plan: tuple[Any, ...], known: bytes) -> Any:
+    numbers = [one.fileno() for one in sockets]
+    made: Any = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", FRONT), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        pass_fds=numbers,
+    )  # fmt: skip
+    made.stdin.write(pickle.dumps((numbers, *plan)) + known)
+    return made
 
-    async def _look(self) -> None:
-        """Ask the board for the replicas; while it does not answer, fronts keep what they know."""
-        try:
-            reports = await asyncio.wait_for(self._board.reports.remote(), REACH_SECONDS)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            log.warning("the board does not answer: %s", error)
-            return
-        if reports:  # a board that has just started anew hears of them soon
-            self._known = pickle.dumps([one for one in reports if one.healthy])
+
+async def _known(board: Any) -> bytes | None:
+    """What fronts are told of the replicas; None if the board is silent or has just started."""
+    try:
+        reports = await asyncio.wait_for(board.reports.remote(), REACH_SECONDS)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        log.warning("the board does not answer: %s", error)
+        return None
+    return pickle.dumps([one for one in reports if one.healthy]) if reports else None
 
 
 def join(address: str | None) -> None:
     """Join the cluster at HOST:PORT or ``auto``, or start one here; or a `SettingsError`."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    # `local`: without an address, Ray would join what RAY_ADDRESS names or what runs here.
-    here = {"address": "local", "include_dashboard": False, "object_store_memory": OBJECT_BYTES}
     # Ray gives up after 30 s by default, less than a cold start on a slow disk takes.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    options: dict[str, Any] = {"address": address}
+    if address is None:  # of which Ray would join what RAY_ADDRESS names or what runs here
+        options = {"address": "local", "include_dashboard": False, "object_store_memory": 128 << 20}
     try:
         if address not in (None, "auto"):  # Ray itself tries for minutes
             host, _, port = str(address).rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
-        ray.init(
-            **(here if address is None else {"address": address}),
-            namespace=NAMESPACE, logging_level=logging.ERROR,
-        )  # fmt: skip
+        ray.init(**options, namespace=NAMESPACE, logging_level=logging.ERROR)
     except Exception as error:
         reason = _line(error).rstrip(".:")[:300] or type(error).__name__
         said = f"Ray cannot be started on this machine ({reason}): see {LOGS}"
@@ -166,30 +159,6 @@ def join(address: str | None) -> None:
                 "has its versions of Ray and Python"
             )
         raise SettingsError(said) from error
-
-
-def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, float]:
-    """Return what Ray reserves for a replica; SettingsError if the cluster has less."""
-    count = settings.replicas or 1
-    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    has = {what: sum(one.get(what, 0.0) for one in machines) for what in ("CPU", "GPU")}
-    kind = engine.device.partition(":")[0]
-    if kind == "cuda" or (kind == "auto" and has["GPU"]):
-        what, each = "GPU", float(engine.tensor_parallel)  # all on one machine
-        found = {"num_gpus": each, "num_cpus": settings.replica_cpus or 0.0}
-    else:
-        share = has["CPU"] / (settings.max_replicas or count)
-        share = int(share) or max(0.01, int(share * 100) / 100)  # whole cores, or a part of one
-        what, each = "CPU", settings.replica_cpus or share
-        found = {"num_cpus": each}
-    room = sum(int(one.get(what, 0.0) / each + 1e-6) for one in machines)
-    if room < count:
-        raise SettingsError(
-            f"the Ray cluster has {has[what]:g} {what}s, enough for {room} of "
-            f"{plural(count, 'replica')} with {each:g} each, on one machine: lower replicas or "
-            "replica_cpus, or add machines"
-        )
-    return found
 
 
 def pin_board(application: str, server: ServerSettings) -> Any:
@@ -210,42 +179,53 @@ def pin_board(application: str, server: ServerSettings) -> Any:
         ) from error
 
 
-def replicas(
+def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, float]:
+    """Return what Ray reserves for a replica; SettingsError if the cluster has less."""
+    count, most = settings.replicas or 1, settings.max_replicas or settings.replicas or 1
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    has = {what: sum(one.get(what, 0.0) for one in machines) for what in ("CPU", "GPU")}
+    kind, cpus = engine.device.partition(":")[0], settings.replica_cpus
+    if kind == "cuda" or (kind == "auto" and has["GPU"]):
+        what, each = "GPU", float(engine.tensor_parallel)  # all on one machine
+        found = {"num_gpus": each, "num_cpus": cpus or 0.0}
+    else:  # whole cores, or a part of one
+        share = int(has["CPU"] / most) or max(0.01, int(has["CPU"] / most * 100) / 100)
+        what, each = "CPU", cpus or share
+        found = {"num_cpus": each}
+    room = sum(int(one.get(what, 0.0) / each + 1e-6) for one in machines)
+    if room < count:
+        raise SettingsError(
+            f"the Ray cluster has {has[what]:g} {what}s, enough for {room} of "
+            f"{plural(count, 'replica')} with {each:g} each, on one machine: lower replicas or "
+            "replica_cpus, or add machines"
+        )
+    return found
+
+
+async def deploy(
     settings: ReplicaSettings, engine: EngineSettings, server: ServerSettings,
-    folders: Sequence[Path], fronts: int,
-) -> Any:  # fmt: skip
-    """Return the deployment of the replicas; SettingsError if the cluster has too little."""
-    count: dict[str, Any] = {"num_replicas": settings.replicas}
-    if settings.max_replicas is not None:
-        count = {"autoscaling_config": AutoscalingConfig(
-            min_replicas=settings.replicas, max_replicas=settings.max_replicas,
-            target_ongoing_requests=settings.target_requests,
-            upscale_delay_s=settings.scale_out_seconds,
-            downscale_delay_s=settings.scale_in_seconds,
-            look_back_period_s=min(30.0, max(2.0, settings.scale_out_seconds)),
-            metrics_interval_s=1.0,
-            policy=AutoscalingPolicy(policy_function="valora_serve.replicas.board:wanted"),
-        )}  # fmt: skip
-    made = serve.deployment(
-        **count,
-        ray_actor_options=resources(settings, engine),
-        graceful_shutdown_timeout_s=server.drain_seconds + DRAIN_EXTRA,
-        graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=HEALTH_SECONDS[0], health_check_timeout_s=HEALTH_SECONDS[1],
-        max_constructor_retry_count=2,
-        logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+    folders: Sequence[Path],
+) -> None:  # fmt: skip
+    """Start the replicas, and wait until all have started; or a `SettingsError`."""
+    log_level = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    scaling = AutoscalingConfig(
+        min_replicas=settings.replicas, max_replicas=settings.max_replicas or settings.replicas,
+        target_ongoing_requests=settings.target_requests,
+        upscale_delay_s=settings.scale_out_seconds, downscale_delay_s=settings.scale_in_seconds,
+        look_back_period_s=min(30.0, max(2.0, settings.scale_out_seconds)), metrics_interval_s=1.0,
+        policy=AutoscalingPolicy(policy_function="valora_serve.replicas.board:wanted"),
     )  # fmt: skip
-    server = dataclasses.replace(server, max_connections=server.max_connections * fronts)
-    bundles = [(folder, content_hash("bundle", folder)) for folder in folders]
-    here = settings.application, own_version(), ray.util.get_node_ip_address(), Path.cwd()
-    return made(EngineReplica).bind(*here, engine, server, bundles)
-
-
-async def _deploy(application: Any, settings: ReplicaSettings) -> None:
-    """Run what `replicas` returned, until all replicas have started."""
-    name = settings.application
+    made = serve.deployment(
+        autoscaling_config=scaling, ray_actor_options=resources(settings, engine),
+        graceful_shutdown_timeout_s=server.drain_seconds + DRAIN_EXTRA,
+        graceful_shutdown_wait_loop_s=0.2, max_constructor_retry_count=2,
+        health_check_period_s=1.0, health_check_timeout_s=30.0, logging_config=log_level,
+    )  # fmt: skip
+    name, bundles = settings.application, [(one, content_hash("bundle", one)) for one in folders]
+    here = name, own_version(), ray.util.get_node_ip_address(), Path.cwd()
+    application = made(EngineReplica).bind(*here, engine, server, bundles)
     # No proxies of Ray Serve: fronts and replicas speak HTTP.
-    serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level="WARNING"))
+    serve.start(proxy_location="Disabled", logging_config=log_level)
     running = asyncio.to_thread(serve.run, application, name=name, route_prefix=None)
     try:
         await asyncio.wait_for(running, settings.start_seconds)
@@ -259,8 +239,7 @@ async def _deploy(application: Any, settings: ReplicaSettings) -> None:
 def _why(message: str) -> str:
     """Return the sentence of ours in a traceback of Ray Serve, or its own last line."""
     said = re.findall(r"^([\w.]+): (.+)$", message, re.MULTILINE)
-    ours = [text for name, text in said if name.startswith("valora_")]
-    if ours:
+    if ours := [text for name, text in said if name.startswith("valora_")]:
         return str(ours[-1])
     reason = ": ".join(said[-1]) if said else _line(message)[-300:]
     return (

@@ -17,19 +17,22 @@ import signal
 import socket
 import sys
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import starmap
+from typing import Any, cast
 
 import aiohttp
 from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from valora_data.errors import ValoraError
 from valora_serve.errors import CancelledRequestError, StoppedError
 from valora_serve.replicas.board import Report
-from valora_serve.routing.base import ReplicaState, note_sent
-from valora_serve.routing.routers import ROUTERS
+from valora_serve.replicas.settings import ReplicaSettings
+from valora_serve.routing import ROUTERS, ReplicaState
 from valora_serve.server.access.guard import Rules
 from valora_serve.server.access.keys import KeyRing
 from valora_serve.server.app import make_server
@@ -37,34 +40,38 @@ from valora_serve.server.bodies import LARGE_BYTES, Bodies
 from valora_serve.server.errors import error_answer, error_body
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.middleware import SECURE, Middleware
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
 from valora_serve.server.telemetry.metrics import STATES
 
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
-
-    from valora_serve.replicas.settings import ReplicaSettings
-    from valora_serve.server.settings import ServerSettings
-
-MODEL = b"x-valora-model"  # names the model, so that the body is not searched for it
-FRONT = b"x-valora-front"  # with a replica's secret, and the connection of the client
-IDENTITY = b"x-request-id"
-FACTS = b"x-valora-facts"  # of answers: what the log says of the request
-LOAD = b"x-valora-load"  # of answers: requests under way at the replica
-ATTEMPTS = 2  # how often a request is sent, as long as none of its answer has come
+MODEL = "x-valora-model"  # names the model, so that the body is not searched for it
+FRONT = "x-valora-front"  # with a replica's secret, and the connection of the client
+FACTS = "x-valora-facts"  # of answers: what the log says of the request
+LOAD = "x-valora-load"  # of answers: requests under way at the replica
+IDENTITY = "x-request-id"
+LENGTH = "content-length"
 NONE = "No replica answers now: ask again in a moment"
 JOIN_SECONDS = 8.0  # for a replica's part of a page of all; Prometheus waits 10
-IDLE_SECONDS = 10.0  # less than the 15 after which a replica closes a connection
+# Headers that are not passed on: those of one connection, and ours of requests and of answers.
 _HOP = {
-    b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding",
-    b"upgrade", b"expect", _LENGTH := b"content-length", FRONT, MODEL, IDENTITY,
+    "connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding",
+    "upgrade", "expect", LENGTH,
 }  # fmt: skip
-"""Headers that are not passed on: those of one connection, and ours."""
-_OWN = {b"date", FACTS, LOAD, *(name for name, _ in SECURE)}  # of answers, which are written here
-_NO_CONNECTION = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
-_NAMED = re.compile(rb'(?<!\\)"(model|domains)"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")')
+_NOT_TO = {*_HOP, FRONT, MODEL, IDENTITY}
+_NOT_BACK = {*_HOP, FACTS, LOAD, IDENTITY, "date", *(key.decode() for key, _ in SECURE)}
+_NAMED = rb'(?<!\\)"%s"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")'
+_MODEL, _DOMAINS = (re.compile(_NAMED % name) for name in (b"model", b"domains"))
 _VISION = re.compile(r"/v1/vision/([^/]+)")
-Join = Callable[[Mapping[str, bytes]], bytes]  # makes one page of those of replicas, by name
+# Requests that all replicas are asked, as each knows or has a part.
+_OF_ALL = re.compile(r"GET /metrics|GET /v1/models(/.*)?|POST /v1/unload_lora_adapter")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Replica(ReplicaState):
+    """What a front knows of a replica; its load counts what was sent since it was told."""
+
+    report: Report
+    told: bool = False  # whether an answer has told the load since the last update
 
 
 class Front:
@@ -74,30 +81,31 @@ class Front:
         self, settings: ServerSettings, replicas: ReplicaSettings, slots: int, fronts: int
     ) -> None:
         held = max(settings.max_body_bytes, settings.max_held_bytes // fronts)
-        self._settings = dataclasses.replace(settings, max_held_bytes=held)
-        self._bodies, self._keys = Bodies(self._settings), KeyRing(settings)
+        self._bodies = Bodies(dataclasses.replace(settings, max_held_bytes=held))
+        self._keys = KeyRing(settings)
         self._router = ROUTERS[replicas.router](replicas.router_settings)
-        self._replicas: dict[str, Report] = {}
-        self._load: Counter[str] = Counter()  # requests by replica, with those sent since it told
-        self._told: set[str] = set()  # replicas whose answers told it since the last update
-        self._recent: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        self._slots = slots  # adapters of a replica's device, and so of `_recent`
+        self._replicas: dict[str, Replica] = {}
+        self._slots = slots  # adapters on a replica's device
+        self._client = aiohttp.ClientSession(
+            # Replicas close idle connections after 15 s.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=10.0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
+            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        )  # fmt: skip
 
-    def update(self, replicas: Sequence[Report]) -> None:
+    def update(self, reports: Sequence[Report]) -> None:
         """Take what the board knows now."""
-        self._replicas = {one.replica: one for one in replicas}
-        # Reports are old beside answers: fronts that see the same old loads sway together.
-        newer = {name: self._load[name] for name in self._told}
-        self._load = Counter({one.replica: newer.get(one.replica, one.load) for one in replicas})
-        self._told.clear()
-        for gone in self._recent.keys() - self._replicas.keys():
-            del self._recent[gone]
+        known, self._replicas = self._replicas, {}
+        for report in reports:
+            name = report.replica
+            one = self._replicas[name] = known.get(name) or Replica(name, 0, report=report)
+            # Reports are old beside answers: fronts that see the same old loads sway together.
+            one.load = one.load if one.told else report.load
+            one.report, one.resident, one.told = report, report.stats.adapters_resident, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an ASGI request."""
-        if scope["type"] == "lifespan":
-            await self._live(receive, send)
-            return
+        """Handle an HTTP request."""
         try:
             await self._handle(Request(scope, receive), send)
         except CancelledRequestError:
@@ -105,159 +113,125 @@ class Front:
         except ValoraError as error:
             await error_answer(error)(scope, receive, send)
 
-    async def _live(self, receive: Receive, send: Send) -> None:
-        async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=5),
-            auto_decompress=False, cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-        ) as self._client:  # fmt: skip
-            for name in ("startup", "shutdown"):
-                await receive()
-                await send({"type": f"lifespan.{name}.complete"})
-
     async def _handle(self, request: Request, send: Send) -> None:
         length = request.headers.get("content-length", "0")
         if "transfer-encoding" in request.headers or int(length[:20] or 0) > LARGE_BYTES:
             self._keys.check(request.headers.get("authorization"))  # before it takes memory
         body = await self._bodies.read(request, Rules())
         path = request.scope["path"].removeprefix(request.scope["root_path"])
-        if (join := joining(f"{request.method} {path}")) is not None:
-            await until_disconnect(request.receive, self._ask_all(request, body, join, send))
+        if _OF_ALL.fullmatch(asked := f"{request.method} {path}"):
+            await until_disconnect(request.receive, self._ask_all(request, body, asked, send))
             return
         lost, ranked = 0, self._ranked(named(request, body))
         for one in 2 * ranked:
-            self._load[one.replica] += 1
+            one.load += 1
             try:
-                passing = self._pass(one, request, body, send)
-                await until_disconnect(request.receive, passing)
-            except _NO_CONNECTION:  # nothing was sent
-                self._replicas.pop(one.replica, None)  # until the next update
+                await until_disconnect(request.receive, self._pass(one, request, body, send))
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                self._replicas.pop(one.id, None)  # nothing was sent; until the next update
             except (aiohttp.ClientError, ConnectionError) as error:
-                logs.LOG.warning("replica %s lost a request: %r", one.replica, error)
+                logs.LOG.warning("replica %s lost a request: %r", one.id, error)
                 lost += 1
             else:
                 return
             finally:
-                self._load[one.replica] -= 1
-            if lost == ATTEMPTS:
+                one.load = max(0, one.load - 1)  # a report may not have counted it
+            if lost == 2:  # it is sent once more, as none of its answer has come
                 raise StoppedError("Two replicas died one after the other with this: ask again")
         raise StoppedError(NONE)
 
-    def _ranked(self, model: str | None) -> list[Report]:
+    def _ranked(self, model: str | None) -> list[Replica]:
         """The replicas for a model, the best first."""
         known = list(self._replicas.values())
-        adapter = known[0].adapters.get(model, model) if known and model else None
-        load, recent = self._load, self._recent
-        states = [
-            ReplicaState(name, max(0, load[name]), one.stats.adapters_resident, recent[name])
-            for name, one in self._replicas.items()
-        ]
-        ranked = self._router.rank(adapter, states)
+        adapter = known[0].report.adapters.get(model, model) if known and model else None
+        ranked = [self._replicas[name] for name in self._router.rank(adapter, known)]
         for best in ranked[:1]:
-            note_sent(recent[best], adapter, self._slots)
-        return [self._replicas[name] for name in ranked]
+            best.note_sent(adapter, self._slots)
+        return ranked
 
-    def _ask(self, one: Report, request: Request, body: bytes, *, counts: bool = True) -> Any:
+    def _ask(self, one: Replica, request: Request, body: bytes, *, counts: bool = True) -> Any:
         """Send a request, which counts for rate limits or not; gives what aiohttp does."""
         scope = request.scope
         told = {name: scope.get(name) for name in ("client", "server", "scheme")}
         told["state"] = {"counts": counts, "facts": {}}
-        headers = [pair for pair in request.headers.items() if pair[0].encode() not in _HOP]
-        headers.append((FRONT.decode(), f"{one.secret} {json.dumps(told)}"))
-        headers.append((IDENTITY.decode(), str(logs.request_id.get())))
+        headers = [pair for pair in request.headers.items() if pair[0] not in _NOT_TO]
+        headers.append((FRONT, f"{one.report.secret} {json.dumps(told)}"))
+        headers.append((IDENTITY, str(logs.request_id.get())))
         target = b"?".join(filter(None, (scope["raw_path"], scope["query_string"])))
-        url = URL(one.url + target.decode("latin-1"), encoded=True)
+        url = URL(one.report.url + target.decode("latin-1"), encoded=True)
         data = body if body or scope["method"] in ("POST", "PUT", "PATCH") else None
         return self._client.request(
             scope["method"], url, headers=headers, data=data, allow_redirects=False
         )
 
-    async def _pass(self, one: Report, request: Request, body: bytes, send: Send) -> None:
+    async def _pass(self, one: Replica, request: Request, body: bytes, send: Send) -> None:
         """Have a replica answer, and pass the answer on as it comes."""
         answer = None
         try:
             async with self._ask(one, request, body) as answer:
-                if told := answer.headers.get(LOAD.decode()):
-                    self._load[one.replica] = int(told)
-                    self._told.add(one.replica)
-                await send(_start(answer, request))
+                if LOAD in answer.headers:
+                    one.load, one.told = int(answer.headers[LOAD]), True
+                await send(_start(answer, request, answer.headers.get(LENGTH)))
                 async for piece in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body"})
         except (aiohttp.ClientError, ConnectionError) as error:
             if answer is None:
                 raise
-            logs.LOG.warning("replica %s died while it answered: %s", one.replica, error)
+            logs.LOG.warning("replica %s died while it answered: %s", one.id, error)
             if "event-stream" not in answer.headers.get("content-type", ""):
                 return  # uvicorn closes the connection, as the answer is not complete
-            died = StoppedError(
+            died = error_body(StoppedError(
                 "The replica that answered has died, after a part of the answer was sent: ask again"
-            )
-            event = json.dumps({"error": error_body(died)}).encode()
-            last = b"\n\ndata: " + event + b"\n\ndata: [DONE]\n\n"
-            await send({"type": "http.response.body", "body": last})
+            ))  # fmt: skip
+            last = f"\n\ndata: {json.dumps({'error': died})}\n\ndata: [DONE]\n\n"
+            await send({"type": "http.response.body", "body": last.encode()})
 
-    async def _ask_all(self, request: Request, body: bytes, join: Join, send: Send) -> None:
+    async def _ask_all(self, request: Request, body: bytes, asked: str, send: Send) -> None:
         """Answer with what all replicas say, as one, or with what one of them refuses with."""
-        first = next(iter(self._replicas), None)
         seconds = JOIN_SECONDS if request.method == "GET" else None
 
-        async def said(one: Report) -> tuple[str, Any, bytes] | None:
+        async def said(number: int, one: Replica) -> tuple[str, Any, bytes] | None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
-                counts = one.replica == first
-                asking = self._ask(one, request, body, counts=counts)
+                asking = self._ask(one, request, body, counts=number == 0)
                 async with asyncio.timeout(seconds), asking as answer:
-                    return one.replica, answer, await answer.read()
+                    return one.id, answer, await answer.read()
             return None
 
-        asked = await asyncio.gather(*map(said, self._replicas.values()))
-        answers = [one for one in asked if one is not None]
+        found = await asyncio.gather(*starmap(said, enumerate(self._replicas.values())))
+        answers = [one for one in found if one is not None]
         if not answers:
             raise StoppedError(NONE)
         # What one of them does not know, another one may.
         order = {404: 2, 200: 1}
         _, answer, page = min(answers, key=lambda one: order.get(one[1].status, 0))
-        if answer.status == 200:
+        join = {"GET /metrics": merge, "GET /v1/models": listed}.get(asked)
+        if join is not None and answer.status == 200:
             good = {name: page for name, answer, page in answers if answer.status == 200}
             page = await asyncio.to_thread(join, good)
-        start = _start(answer, request)
-        headers = [pair for pair in start["headers"] if pair[0].lower() != _LENGTH]
-        await send({**start, "headers": [*headers, (_LENGTH, b"%d" % len(page))]})
+        await send(_start(answer, request, str(len(page))))
         await send({"type": "http.response.body", "body": page})
 
 
-def _start(answer: Any, request: Request) -> dict[str, Any]:
+def _start(answer: Any, request: Request, length: str | None) -> dict[str, Any]:
     """The start of a replica's answer, as its client gets it; the log is told of the request."""
-    request.state.facts |= json.loads(answer.headers.get(FACTS.decode(), "{}"))
-    headers = [
-        (name, value) for name, value in answer.raw_headers
-        if (key := name.lower()) not in _OWN and (key not in _HOP or key == _LENGTH)
-    ]  # fmt: skip
+    request.state.facts |= json.loads(answer.headers.get(FACTS, "{}"))
+    headers = [pair for pair in answer.raw_headers if pair[0].decode().lower() not in _NOT_BACK]
+    headers += [(LENGTH.encode(), length.encode())] if length else []
     return {"type": "http.response.start", "status": answer.status, "headers": headers}
 
 
 def named(request: Request, body: bytes) -> str | None:
     """The name of the model that a request asks, as far as it can be had without parsing it."""
-    if (given := request.headers.get(MODEL.decode())) is not None:
+    if (given := request.headers.get(MODEL)) is not None:
         return given
-    if (found := _VISION.search(request.scope["path"])) is not None:
-        return found[1]
-    values: dict[bytes, bytes] = {}
-    for one in _NAMED.finditer(body) if body[:64].lstrip()[:1] == b"{" else ():
-        values.setdefault(one[1], one[2])
-        if one[1] == b"model":
-            break
-    with contextlib.suppress(ValueError):
-        return cast("str", json.loads(values.get(b"model", values.get(b"domains", b"null"))))
-    return None
-
-
-def joining(asked: str) -> Join | None:
-    """How all replicas' answers to a method and path become one, as each knows or has a part."""
-    if asked.startswith("GET /v1/models/") or asked == "POST /v1/unload_lora_adapter":
-        return lambda pages: next(iter(pages.values()))
-    return {"GET /metrics": merge, "GET /v1/models": listed}.get(asked)
+    if (domain := _VISION.search(request.scope["path"])) is not None:
+        return domain[1]
+    is_object, name = body[:64].lstrip()[:1] == b"{", cast("str | None", None)
+    if is_object and (found := _MODEL.search(body) or _DOMAINS.search(body)) is not None:
+        with contextlib.suppress(ValueError):
+            name = json.loads(found[1])
+    return name
 
 
 def listed(pages: Mapping[str, bytes]) -> bytes:
@@ -282,36 +256,33 @@ def merge(pages: Mapping[str, bytes]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
-def main() -> None:
+async def serve() -> None:
     """Serve the sockets that the first message names, and follow the messages after it."""
-    source = sys.stdin.buffer
-    descriptors, settings, replicas, slots, fronts = pickle.load(source)
+    source, loop = sys.stdin.buffer, asyncio.get_running_loop()
+    descriptors, settings, *more = pickle.load(source)
     logs.set_up(settings.log_level, settings.log_format)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    front = Front(settings, replicas, slots, fronts)
+    front = Front(settings, *more)
     front.update(pickle.load(source))
     server = make_server(cast("Any", Middleware(front, settings)), settings)
+    server.config.lifespan = "off"
 
-    def follow(loop: asyncio.AbstractEventLoop) -> None:
-        try:
+    def follow() -> None:
+        with contextlib.suppress(EOFError, OSError):  # the server has ended
             while True:
                 loop.call_soon_threadsafe(front.update, pickle.load(source))
-        except (EOFError, OSError):  # the server has ended
-            server.should_exit = True
+        server.should_exit = True
 
-    async def serve() -> None:
-        threading.Thread(target=follow, args=[asyncio.get_running_loop()], daemon=True).start()
-        serving = asyncio.create_task(server.serve([socket.socket(fileno=n) for n in descriptors]))
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.01)
-        os.write(1, b"ready\n")
-        await serving
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # uvicorn raises those that it has handled again
-    asyncio.run(serve())
-    os._exit(0)  # the thread still reads
+    threading.Thread(target=follow, daemon=True).start()
+    serving = asyncio.create_task(server.serve([socket.socket(fileno=n) for n in descriptors]))
+    while not (server.started or serving.done()):
+        await asyncio.sleep(0.01)
+    os.write(1, b"ready\n")
+    await serving
 
 
 if __name__ == "__main__":
-    main()
+    for ends_it in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ends_it, signal.SIG_IGN)  # uvicorn raises those that it has handled again
+    asyncio.run(serve())
+    os._exit(0)  # the thread still reads

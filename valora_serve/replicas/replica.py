@@ -13,15 +13,19 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ray
+from fastapi import FastAPI
 from ray import serve
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from valora_serve.engine.process import EngineProcess
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.board import INSIDE, PERIOD, Report
@@ -29,24 +33,12 @@ from valora_serve.replicas.front import FACTS, FRONT, LOAD
 from valora_serve.server.api.system import own_version
 from valora_serve.server.app import make_server
 from valora_serve.server.constrain import read_tokenizer
+from valora_serve.server.loading import state_file
 from valora_serve.server.loading.startup import make_app
-from valora_serve.server.loading.state_file import (
-    FILES,
-    SavedState,
-    StateFile,
-    check_content,
-    content_hash,
-)
+from valora_serve.server.loading.state_file import SavedState, StateFile
 from valora_serve.server.media.pool import shared_pool
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from valora_serve.engine.settings import EngineSettings
-    from valora_serve.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +66,8 @@ class SharedState(StateFile):
 
     def draft(self, state: SavedState, what: str = "") -> SavedState:
         kind, _, name = what.partition(" ")
-        if kind in FILES and name in state.of(kind):
-            state.sha256[what] = content_hash(kind, Path(state.of(kind)[name]))
+        if kind in state_file.FILES and (folder := state.of(kind).get(name)):
+            state.sha256[what] = state_file.content_hash(kind, Path(folder))
         return state
 
     def publish(self, draft: SavedState) -> None:
@@ -90,39 +82,12 @@ class SharedState(StateFile):
         pass
 
 
-class Gate:
-    """ASGI application that lets requests of fronts in, as those of their clients."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app, self.secret = app, secrets.token_hex(16)
-        self.load = 0  # requests under way
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        secret, _, told = dict(scope["headers"]).get(FRONT, b"").partition(b" ")
-        if not hmac.compare_digest(secret, self.secret.encode()):
-            await Response("Ask the server, not its replica", 403)(scope, receive, send)
-            return
-        inner = {**scope, **json.loads(told)}
-
-        async def sending(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                line = json.dumps(inner["state"]["facts"]).encode()
-                own = (FACTS, line), (LOAD, b"%d" % self.load)
-                message["headers"] = [*message.get("headers", ()), *own]
-            await send(message)
-
-        self.load += 1
-        try:
-            await self._app(inner, receive, sending)
-        finally:
-            self.load -= 1
-
-
 class EngineReplica:
-    """A server that follows the board; `host` and `place` are the machine and folder of fronts."""
+    """A server that follows the board; `host` and `cwd` are the machine and folder of fronts."""
+
+    _followed = ""  # as in its reports
+    _problem: str | None = None
+    _reporting: asyncio.Task[None] | None = None  # once it serves what the board wants
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
         self, application: str, version: str, host: str, cwd: Path, engine: EngineSettings,
@@ -138,91 +103,111 @@ class EngineReplica:
         logs.set_up(settings.log_level, settings.log_format)
         logs.ACCESS.setLevel(logging.ERROR)  # fronts log requests
         for folder, sha256 in bundles:
-            await asyncio.to_thread(check_content, "bundle", folder, sha256)
+            await asyncio.to_thread(state_file.check_content, "bundle", folder, sha256)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._board = ray.get_actor(f"{application}-board", namespace=NAMESPACE)
-        self._pauses = contextlib.ExitStack()
         # No other replica uses this folder of fetched adapters.
         cache = f"{settings.adapter_cache}/{serve.get_replica_context().rank.rank}"
         settings = dataclasses.replace(settings, adapter_cache=cache)
         shared_pool().start()
         self._engine = await EngineProcess.start(engine, read_tokenizer)
-        try:
-            state = SharedState(self._board, self._name, Path(settings.state_file))
-            folders = [folder for folder, _ in bundles]
-            app, served = await make_app(self._engine, settings, folders, engine, state)
-            here = ray.util.get_node_ip_address()
-            bound = socket.create_server(("127.0.0.1" if here == host else here, 0))
-            await self._listen(app, bound, settings)
-            await self._engine.warm_up()  # again, with what was loaded since
-            await self._follow(await self._tell(), self._context.served.state)
-            await self._board.served.remote(served)
-            self._pauses.enter_context(short_pauses())
-        except BaseException:
-            await self._engine.close()
-            raise
+        state = SharedState(self._board, self._name, Path(settings.state_file))
+        folders = [folder for folder, _ in bundles]
+        app, served = await make_app(self._engine, settings, folders, engine, state)
+        here = ray.util.get_node_ip_address()
+        bound = socket.create_server(("127.0.0.1" if here == host else here, 0))
+        await self._listen(app, bound, settings)
+        await self._engine.warm_up()  # again, with what was loaded since
+        await self._follow(*await self._tell())
+        await self._board.served.remote(served)
+        self._pauses = contextlib.ExitStack()  # left open until this process ends
+        self._pauses.enter_context(short_pauses())
         self._reporting = asyncio.create_task(self._keep_reporting())
 
-    async def _listen(self, app: Any, bound: socket.socket, settings: ServerSettings) -> None:
-        self._context, self._gate = app.state.context, Gate(app)
+    async def _listen(self, app: FastAPI, bound: socket.socket, settings: ServerSettings) -> None:
+        self._app, self._context, self._load = app, app.state.context, 0
         self._context.guard.rates.taken = Counter()
-        self._ready, self._followed, self._problem = False, "", cast("str | None", None)
+        self._secret = secrets.token_hex(16)
         self._url = "http://{}:{}".format(*bound.getsockname())
-        self._server = make_server(cast("Any", self._gate), settings)
+        self._server = make_server(cast("Any", self), settings)
         self._server.config.http = "httptools"  # fronts have bounded what comes here
         self._serving = asyncio.create_task(self._server.serve([bound]))
         while not self._server.started and not self._serving.done():
             await asyncio.sleep(0.02)
 
-    async def _tell(self) -> SavedState | None:
-        """Report to the board; gives what it wants to be served, unless this replica changes it."""
-        rates, models = self._context.guard.rates, self._engine.models()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let requests of fronts in, as those of their clients."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        secret, _, told = Headers(scope=scope).get(FRONT, "").partition(" ")
+        if not hmac.compare_digest(secret.encode(), self._secret.encode()):
+            refused = Response("Ask the server, not its replica", 403)
+            return await refused(scope, receive, send)
+        inner = {**scope, **json.loads(told)}
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[FACTS] = json.dumps(inner["state"]["facts"])
+                headers[LOAD] = str(self._load)
+            await send(message)
+
+        self._load += 1
+        try:
+            await self._app(inner, receive, sending)
+        finally:
+            self._load -= 1
+
+    async def _tell(self) -> tuple[SavedState | None, SavedState]:
+        """Report to the board; gives the state that it wants to be served, and the one before.
+
+        It is None while this replica itself changes it.
+        """
+        rates, before = self._context.guard.rates, self._context.served.state
         taken, rates.taken = rates.taken, Counter()
         told = Report(
-            self._name, self._url, self._gate.secret,
-            self._engine.healthy and self._ready, self._followed, self._problem,
+            self._name, self._url, self._secret,
+            self._engine.healthy and self._reporting is not None, self._followed, self._problem,
             # Names of all adapters would make reports long.
             dataclasses.replace(self._engine.stats(), on_device=(), on_disk=()),
-            {model.name: model.adapter for model in models if model.adapter != model.name},
-            taken, self._gate.load,
+            {m.name: m.adapter for m in self._engine.models() if m.adapter != m.name},
+            taken, self._load,
         )  # fmt: skip
-        state: SavedState | None
         state, reports, taken = await self._board.report.remote(told)
         self._engine.peers = {one.replica: one.stats for one in reports}
         rates.share(taken, time.monotonic())
-        return state
+        return state, before
 
     async def _follow(self, state: SavedState | None, before: SavedState) -> None:
-        """Serve a state that the board has told when this replica served the one `before`."""
+        """Serve what the board has told, if this replica still serves what it did `before`."""
         if state is None:
             return
         self._followed, self._problem = "", None
-        served = self._context.served
         try:
-            if not await self._context.service.changed(served.follow(state, before)):
+            change = self._context.served.follow(state, before)
+            if not await self._context.service.changed(change):
                 return
         except Exception as error:  # the replica that makes the change is told
-            if not self._ready:  # it does not start then
+            if self._reporting is None:  # it does not start then
                 raise
             self._problem = str(error) or repr(error)
             log.warning("replica %s cannot serve what others do: %s", self._name, error)
-        self._ready, self._followed = True, state.revision
+        self._followed = state.revision
 
     async def _keep_reporting(self) -> None:
         following = asyncio.create_task(asyncio.sleep(0))
         while True:
             try:
-                before = self._context.served.state
-                state = await self._tell()
+                told = await self._tell()
                 if following.done():
-                    following = asyncio.create_task(self._follow(state, before))
+                    following = asyncio.create_task(self._follow(*told))
                 await asyncio.wait({following}, timeout=PERIOD)
             except ray.exceptions.RayError as error:
                 log.warning("replica %s and the board: %s", self._name, error)
                 await asyncio.sleep(PERIOD)
 
     async def check_health(self) -> None:
-        """Fail if the engine has failed, so that Ray Serve starts another replica."""
+        """Raise an error if the engine has failed: Ray Serve starts another replica."""
         if not self._engine.healthy or self._serving.done():
             raise StoppedError(f"The engine of replica {self._name} has failed: see its log")
 
@@ -233,7 +218,7 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """End after the requests of this replica, once no front sends any more."""
-        if not hasattr(self, "_reporting"):
+        if self._reporting is None:
             return
         self._reporting.cancel()
         with contextlib.suppress(ray.exceptions.RayError):
@@ -241,4 +226,3 @@ class EngineReplica:
         await asyncio.sleep(3 * PERIOD)
         self._server.should_exit = True
         await self._serving  # which closes the engine
-        self._pauses.close()

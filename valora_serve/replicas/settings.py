@@ -7,8 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from valora_serve.routing.base import RouterSettings
-from valora_serve.routing.routers import ROUTERS
+from valora_serve.routing import ROUTERS, RouterSettings
 from valora_serve.server.settings import NotNegative, Seconds
 
 Count = Annotated[int, Field(ge=1)]
@@ -24,19 +23,16 @@ class ReplicaSettings:
             its share of the cores; none for one engine in this process, without Ray.
         fronts: Number of processes that share the port and pass requests to the replicas; none for
             a quarter of this machine's cores, from 2 to 16.
-        max_replicas: Most replicas, if more are started while requests queue up (autoscaling);
-            `replicas` is the fewest then.
-        router: How requests are spread over the replicas: ``affinity`` keeps the requests of an
-            adapter together as long as the load allows it, ``least`` and ``random`` do not.
+        max_replicas: Most replicas, if more are started while requests queue up (autoscaling).
+        router: ``affinity`` keeps the requests of an adapter together as long as the load allows
+            it, ``least`` and ``random`` do not.
         router_settings: Settings of the router.
-        ray_address: Ray cluster to join, as HOST:PORT, or ``auto`` for the one that runs on this
-            machine. RAY_ADDRESS says the same. Without either, Ray is started on this machine.
-        application: Name of the Ray Serve application; servers that share a Ray cluster need
-            different ones.
+        ray_address: Ray cluster to join, as HOST:PORT, or ``auto`` for the one on this machine;
+            none for RAY_ADDRESS or, without it, a Ray that is started on this machine.
+        application: Name of the server in the Ray cluster, which no other server there has.
         replica_cpus: CPU cores that Ray reserves for each replica; none for 0 beside a GPU, and
             otherwise for an equal share of the cores.
-        target_requests: Requests in progress for each replica, running and waiting together, at
-            which autoscaling aims.
+        target_requests: Requests in progress for each replica at which autoscaling aims.
         scale_out_seconds: Time that the load must ask for more replicas before they are started.
         scale_in_seconds: Time that the load must ask for fewer replicas before some are drained.
         start_seconds: Time limit for the replicas to start.

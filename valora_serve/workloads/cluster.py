@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from valora_serve.errors import SettingsError
 from valora_serve.orchestrator.base import BasePolicy
 from valora_serve.orchestrator.cost_model import CostModel
-from valora_serve.routing.base import ReplicaState, Router, RouterSettings, note_sent
-from valora_serve.routing.routers import ROUTERS
+from valora_serve.routing import ROUTERS, ReplicaState, Router, RouterSettings
 from valora_serve.workloads.simulator import Machine, Report, SimSettings, report
 from valora_serve.workloads.traces import Workload
 
@@ -48,7 +47,7 @@ class Dispatch:
             for n, (machine, resident, recent) in seen
         ]
         chosen = int(self._router.rank(adapter, states)[0].removeprefix("replica-"))
-        note_sent(self._recent[chosen], adapter, machines[chosen].settings.slots)
+        states[chosen].note_sent(adapter, machines[chosen].settings.slots)
         return chosen
 
 

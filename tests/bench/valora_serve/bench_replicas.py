@@ -15,6 +15,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import pickle
 import platform
 import random
 import signal
@@ -435,21 +436,20 @@ def front(console, seconds, counts, senders, clients):
     known = [report(f"r{port}", f"http://127.0.0.1:{port}") for port in ports]
     settings = ServerSettings(port=0, log_level="warning")
 
-    class Measured(cluster.Fronts):
-        async def _look(self):
-            self._known = cluster.pickle.dumps(known)
+    async def look():
+        return pickle.dumps(known)
 
     async def case(count):
         sockets = cluster.shared(bind(settings), settings, count)
         port = sockets[0][0].getsockname()[1]
-        running = Measured(None, sockets, (settings, ReplicaSettings(replicas=4), 32, count))
-        started = asyncio.Event()
-        task = asyncio.create_task(running.run(started.set))
+        plan, started = (settings, ReplicaSettings(replicas=4), 32, count), asyncio.Event()
+        task = asyncio.create_task(cluster.keep_fronts(sockets, plan, look, started.set))
         await started.wait()
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(senders, spawn) as pool:
             for length in (seconds / 4, seconds):
-                processes = [psutil.Process(one.pid) for one in running._running]
+                below = psutil.Process().children()
+                processes = [one for one in below if cluster.FRONT in one.cmdline()]
                 before = cpu(processes)
                 psutil.cpu_percent()
                 told = await asyncio.gather(*(

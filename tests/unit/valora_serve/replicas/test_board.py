@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.support.replicas import report
+from tests.support.replicas import awaited, report
 from valora_serve.errors import StoppedError
 from valora_serve.replicas.board import STALE, Board, wanted
 from valora_serve.server.loading.state_file import SavedState, StateFile
@@ -17,105 +17,93 @@ async def told(board, *reports):
     return [state for state, _, _ in answers]
 
 
-def test_one_replica_at_a_time_changes_what_is_served(tmp_path):
+@awaited
+async def test_one_replica_at_a_time_changes_what_is_served(tmp_path):
     file, clock = tmp_path / "s.json", Mock(return_value=100.0)
     board, old, new = Board(str(file), clock), SavedState(), SavedState(adapters={"a": "/a"})
-
-    async def case():
-        assert await told(board, report("x"), report("y"), report("z")) == [old] * 3
-        assert await board.lock("y") == old
-        waiting = asyncio.create_task(board.lock("z"))
-        assert isinstance(await board.change("z", new), StoppedError)
-        change = asyncio.create_task(board.change("y", new))
-        await asyncio.sleep(0.1)
-        assert await told(board, report("y"), report("x"), report("z")) == [None, new, new]
-        assert not change.done()
-        assert not file.exists()
-        assert await told(board, report("x", state=new), report("new", state=new)) == [new, new]
-        await asyncio.sleep(0.1)
-        assert not change.done(), "z has not followed"
-        assert not waiting.done()
-        assert await told(board, report("z", state=new)) == [new]
-        assert await change is None
-        assert StateFile(file).read() == board.state() == new
-        board.unlock("y")
-        assert await waiting == new
-        clock.return_value += STALE + 1  # z is silent
-        assert await board.lock("x") == new
-
-    asyncio.run(case())
+    assert await told(board, report("x"), report("y"), report("z")) == [old] * 3
+    assert await board.lock("y") == old
+    waiting = asyncio.create_task(board.lock("z"))
+    assert isinstance(await board.change("z", new), StoppedError)
+    change = asyncio.create_task(board.change("y", new))
+    await asyncio.sleep(0.1)
+    assert await told(board, report("y"), report("x"), report("z")) == [None, new, new]
+    assert not change.done()
+    assert not file.exists()
+    assert await told(board, report("x", state=new), report("new", state=new)) == [new, new]
+    await asyncio.sleep(0.1)
+    assert not change.done(), "z has not followed"
+    assert not waiting.done()
+    assert await told(board, report("z", state=new)) == [new]
+    assert await change is None
+    assert StateFile(file).read() == board.state() == new
+    board.unlock("y")
+    assert await waiting == new
+    clock.return_value += STALE + 1  # z is silent
+    assert await board.lock("x") == new
     assert Board(str(file)).state() == new, "a board that starts anew"
-    assert isinstance(asyncio.run(Board(str(file)).change("x", old)), StoppedError)
+    assert isinstance(await Board(str(file)).change("x", old), StoppedError)
 
 
-def test_a_change_whose_replica_has_died_ends_before_the_next_one():
+@awaited
+async def test_a_change_whose_replica_has_died_ends_before_the_next_one():
     clock, new = Mock(return_value=100.0), SavedState(adapters={"a": "/a"})
     board = Board(None, clock)
-
-    async def case():
-        await told(board, report("x"), report("y"))
-        await board.lock("x")
-        change = asyncio.create_task(board.change("x", new))
-        await asyncio.sleep(0.1)
-        clock.return_value += STALE - 1
-        await told(board, report("y"))
-        clock.return_value += 2  # x is silent
-        waiting = asyncio.create_task(board.lock("y"))
-        await asyncio.sleep(0.2)
-        assert not waiting.done(), "y would change what was before"
-        await told(board, report("y", state=new))
-        assert await change is None
-        assert await waiting == new
-
-    asyncio.run(case())
+    await told(board, report("x"), report("y"))
+    await board.lock("x")
+    change = asyncio.create_task(board.change("x", new))
+    await asyncio.sleep(0.1)
+    clock.return_value += STALE - 1
+    await told(board, report("y"))
+    clock.return_value += 2  # x is silent
+    waiting = asyncio.create_task(board.lock("y"))
+    await asyncio.sleep(0.2)
+    assert not waiting.done(), "y would change what was before"
+    await told(board, report("y", state=new))
+    assert await change is None
+    assert await waiting == new
 
 
-def test_a_change_that_fails_ends_once_none_makes_it_any_more():
+@awaited
+async def test_a_change_that_fails_ends_once_none_makes_it_any_more():
     board, old, new = Board(None), SavedState(), SavedState(adapters={"a": "/a"})
-
-    async def case():
-        await told(board, report("x"), report("y"), report("z"))
-        await board.lock("x")
-        change = asyncio.create_task(board.change("x", new))
-        assert await told(board, report("y"), report("z")) == [new, new]
-        assert await told(board, report("y", state=new, problem="no memory")) == [old]
-        assert await told(board, report("y")) == [old]
-        await asyncio.sleep(0.1)
-        assert not change.done(), "z may still be loading it"
-        assert await told(board, report("z")) == [old]
-        assert str(await change) == "no memory"
-
-    asyncio.run(case())
+    await told(board, report("x"), report("y"), report("z"))
+    await board.lock("x")
+    change = asyncio.create_task(board.change("x", new))
+    assert await told(board, report("y"), report("z")) == [new, new]
+    assert await told(board, report("y", state=new, problem="no memory")) == [old]
+    assert await told(board, report("y")) == [old]
+    await asyncio.sleep(0.1)
+    assert not change.done(), "z may still be loading it"
+    assert await told(board, report("z")) == [old]
+    assert str(await change) == "no memory"
     assert board.state() == old
 
 
-def test_replicas_that_are_silent_or_leave_are_forgotten():
+@awaited
+async def test_replicas_that_are_silent_or_leave_are_forgotten():
     clock = Mock(return_value=100.0)
     board = Board(None, clock)
-    asyncio.run(told(board, report("x"), report("y")))
+    await told(board, report("x"), report("y"))
     clock.return_value += STALE - 1
-    asyncio.run(told(board, report("y")))
-    assert {one.replica for one in board.reports()} == {"x", "y"}
-    clock.return_value += 2
-    assert {one.replica for one in board.reports()} == {"y"}
+    await told(board, report("y"))
+    for seconds, known in ((0, {"x", "y"}), (2, {"y"})):
+        clock.return_value += seconds
+        assert {one.replica for one in board.reports()} == known
     board.leave("y")
     assert board.reports() == []
 
 
-def test_each_replica_hears_once_what_the_others_have_let_in():
+@awaited
+async def test_each_replica_hears_once_what_the_others_have_let_in():
     board = Board(None)
-
-    def taken(name, **given):
-        return asyncio.run(board.report(report(name, **given)))[2]
-
-    for name in "xyz":
-        taken(name)
-    taken("x", taken={"key a": 2})
-    taken("x", taken={"key a": 1, "key b": 1})
-    assert taken("y") == {"key a": 3, "key b": 1}
-    assert taken("y") == {}
-    assert taken("x") == {}
-    assert taken("z") == {"key a": 3, "key b": 1}
+    both = {"key a": 3, "key b": 1}
+    for name, taken, heard in (
+        ("x", {}, {}), ("y", {}, {}), ("z", {}, {}),
+        ("x", {"key a": 2}, {}), ("x", {"key a": 1, "key b": 1}, {}),
+        ("y", {}, both), ("y", {}, {}), ("x", {}, {}), ("z", {}, both),
+    ):  # fmt: skip
+        assert (await board.report(report(name, taken=taken)))[2] == heard
 
 
 @pytest.mark.parametrize(("inside", "count"), [([], 0), ([8, 8], 2), ([20, 9], 3.625)])

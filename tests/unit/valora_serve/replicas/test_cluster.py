@@ -16,6 +16,7 @@ from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
 from valora_serve.replicas import cluster
 from valora_serve.replicas.settings import ReplicaSettings
+from valora_serve.server.settings import ServerSettings
 
 
 def node(cores=0.0, gpus=0.0, alive=True):
@@ -103,8 +104,10 @@ def test_an_application_that_ray_does_not_know_in_time_has_not_begun(monkeypatch
     monkeypatch.setattr(cluster.serve, "start", lambda **_: None)
     monkeypatch.setattr(cluster.serve, "run", lambda *_, **__: time.sleep(0.2))
     monkeypatch.setattr(cluster.serve, "status", lambda: SimpleNamespace(applications={}))
+    monkeypatch.setattr(ray, "nodes", lambda: [node(8)])
+    given = ReplicaSettings(replicas=1, start_seconds=0.01), EngineSettings(), ServerSettings(), []
     with pytest.raises(SettingsError, match=r"not begun within 0\.01 s.*raise start_seconds"):
-        asyncio.run(cluster._deploy(None, ReplicaSettings(replicas=1, start_seconds=0.01)))
+        asyncio.run(cluster.deploy(*given))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from starlette.requests import Request
 
-from tests.support.replicas import report
+from tests.support.replicas import awaited, report
 from valora_serve.replicas.front import Front, merge, named
 from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.app import make_server
@@ -63,6 +63,7 @@ async def fronted(*replicas, **settings):
     front = Front(made, ReplicaSettings(replicas=2, router="affinity"), 4, 2)
     front.update(reports)
     server, sockets = make_server(Middleware(front, made), made), bind(made)
+    server.config.lifespan = "off"
     serving = asyncio.create_task(server.serve(sockets))
     url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
     async with httpx.AsyncClient(base_url=url, timeout=20) as client:
@@ -71,145 +72,130 @@ async def fronted(*replicas, **settings):
         yield client, front
     server.should_exit = True
     await serving
+    await front._client.close()
     for one in servers:
         one.close()
 
 
 async def idle(front):
-    while sum(front._load.values()):
+    while sum(one.load for one in front._replicas.values()):
         await asyncio.sleep(0.01)
 
 
-def run(case):
-    """Run a test that waits for nothing for long."""
-    asyncio.run(asyncio.wait_for(case, 30))
+@awaited
+async def test_requests_and_answers_are_passed_on_as_they_are():
+    one = Replica(answer(b"{ }", b"x-request-id: its", b'x-valora-facts: {"key": "me"}'))
+    async with fronted(one) as (client, _):
+        sent = {"authorization": f"Bearer {KEY}", "x-valora-front": "mine", "te": "x",
+                "content-type": "application/json", "host": "valora.example",
+                "x-request-id": "abc"}  # fmt: skip
+        got = await client.post("/v1/a%20b?c=%2F", content=b'{"model":"x"}', headers=sent)
+        assert (got.status_code, got.content) == (200, b"{ }")
+        assert got.headers["x-request-id"] == "abc" and "x-valora-facts" not in got.headers
+    ((line, headers),) = one.heads
+    assert line == "POST /v1/a%20b?c=%2F HTTP/1.1"
+    assert one.bodies == [b'{"model":"x"}']
+    for name in ("host", "authorization", "x-request-id"):
+        assert headers[name] == sent[name]
+    assert "te" not in headers
+    secret, told = headers["x-valora-front"].split("secret ")
+    told = json.loads(told)
+    assert (secret, told["scheme"]) == ("its ", "http")
+    assert told["client"][0] == told["server"][0] == "127.0.0.1"
+    assert told["state"] == {"counts": True, "facts": {}}
 
 
-def test_requests_and_answers_are_passed_on_as_they_are():
-    async def case():
-        one = Replica(answer(b"{ }", b"x-request-id: its", b'x-valora-facts: {"key": "me"}'))
-        async with fronted(one) as (client, _):
-            sent = {"authorization": f"Bearer {KEY}", "x-valora-front": "mine", "te": "x",
-                    "content-type": "application/json", "host": "valora.example",
-                    "x-request-id": "abc"}  # fmt: skip
-            got = await client.post("/v1/a%20b?c=%2F", content=b'{"model":"x"}', headers=sent)
-            assert (got.status_code, got.content) == (200, b"{ }")
-            assert got.headers["x-request-id"] == "abc" and "x-valora-facts" not in got.headers
-        ((line, headers),) = one.heads
-        assert line == "POST /v1/a%20b?c=%2F HTTP/1.1"
-        assert one.bodies == [b'{"model":"x"}']
-        for name in ("host", "authorization", "x-request-id"):
-            assert headers[name] == sent[name]
-        assert "te" not in headers
-        secret, told = headers["x-valora-front"].split("secret ")
-        told = json.loads(told)
-        assert (secret, told["scheme"]) == ("its ", "http")
-        assert told["client"][0] == told["server"][0] == "127.0.0.1"
-        assert told["state"] == {"counts": True, "facts": {}}
+@awaited
+async def test_a_request_goes_to_another_replica_if_its_own_has_died():
+    dies, lives = Replica(), Replica(answer(), answer())
+    async with fronted(dies, lives, None) as (client, front):
 
-    run(case())
+        def tell():
+            front.update([replace(one, taken={"x": 1}) for one in known])
 
-
-def test_a_request_goes_to_another_replica_if_its_own_has_died():
-    async def case():
-        dies, lives = Replica(), Replica(answer(), answer())
-        async with fronted(dies, lives, None) as (client, front):
-
-            def tell():
-                front.update([replace(one, taken={"x": 1}) for one in known])
-
-            known = list(front._replicas.values())
-            dies.answers = [tell, tell]
-            for model in "ab":
-                front._recent["r0"][model] = None  # it is asked first
-                assert (await client.post("/v1/x", json={"model": model})).status_code == 200
-            await idle(front)
-        assert [len(one.heads) for one in (dies, lives)] == [2, 2], "though reports came meanwhile"
-        async with fronted(Replica(None, None)) as (client, _):
-            lost = await client.get("/v1/models")
-            assert lost.status_code == 503 and "ask again" in lost.text
-        async with fronted(None) as (client, front):
-            assert "No replica answers" in (await client.get("/ready")).text
-            front.update([])
-            assert (await client.get("/metrics")).status_code == 503
-
-    run(case())
+        known = [one.report for one in front._replicas.values()]
+        dies.answers = [tell, tell]
+        for model in "ab":
+            front._replicas["r0"].recent[model] = None  # it is asked first
+            assert (await client.post("/v1/x", json={"model": model})).status_code == 200
+        await idle(front)
+    assert [len(one.heads) for one in (dies, lives)] == [2, 2], "though reports came meanwhile"
+    async with fronted(Replica(None, None)) as (client, _):
+        lost = await client.get("/v1/models")
+        assert lost.status_code == 503 and "ask again" in lost.text
+    async with fronted(None) as (client, front):
+        assert "No replica answers" in (await client.get("/ready")).text
+        front.update([])
+        assert (await client.get("/metrics")).status_code == 503
 
 
 @pytest.mark.parametrize("kind", ["text/event-stream", "application/json"])
-def test_an_answer_that_breaks_off_ends_with_an_error(kind):
+@awaited
+async def test_an_answer_that_breaks_off_ends_with_an_error(kind):
     begun = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"
     begun += f"content-type: {kind}\r\n\r\n".encode()
-
-    async def case():
-        one, other = Replica(begun + b"6\r\ndata: \r\n"), Replica(answer())
-        async with fronted(one) as (client, front):
-            text = b""
-            with contextlib.suppress(httpx.RemoteProtocolError):
-                async with client.stream("GET", "/v1/x") as got:
-                    async for piece in got.aiter_raw():
-                        text += piece
-            if kind == "text/event-stream":
-                *_, event, done = [part for part in text.split(b"\n\n") if part]
-                assert done == b"data: [DONE]"
-                assert "ask again" in json.loads(event[6:])["error"]["message"]
-            else:
-                assert text == b"data: ", "and the connection is closed"
-            assert not other.heads
-            await idle(front)
-
-    run(case())
+    one, other = Replica(begun + b"6\r\ndata: \r\n"), Replica(answer())
+    async with fronted(one) as (client, front):
+        text = b""
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            async with client.stream("GET", "/v1/x") as got:
+                async for piece in got.aiter_raw():
+                    text += piece
+        if kind == "text/event-stream":
+            *_, event, done = [part for part in text.split(b"\n\n") if part]
+            assert done == b"data: [DONE]"
+            assert "ask again" in json.loads(event[6:])["error"]["message"]
+        else:
+            assert text == b"data: ", "and the connection is closed"
+        assert not other.heads
+        await idle(front)
 
 
-def test_large_bodies_are_read_for_known_keys_only():
-    async def case():
-        one = Replica(answer(), answer())
-        async with fronted(one, max_body_bytes=200_000) as (client, _):
-            large = b"x" * 100_000
-            assert (await client.post("/v1/x", content=large)).status_code == 401
-            key = {"authorization": f"Bearer {KEY}"}
-            assert (await client.post("/v1/x", content=large, headers=key)).status_code == 200
-            assert (await client.post("/v1/x", content=3 * large, headers=key)).status_code == 413
-            assert (await client.post("/v1/x", content=b"small")).status_code == 200
-        assert [len(body) for body in one.bodies] == [100_000, 5]
-
-    run(case())
+@awaited
+async def test_large_bodies_are_read_for_known_keys_only():
+    one = Replica(answer(), answer())
+    async with fronted(one, max_body_bytes=200_000) as (client, _):
+        large = b"x" * 100_000
+        assert (await client.post("/v1/x", content=large)).status_code == 401
+        key = {"authorization": f"Bearer {KEY}"}
+        assert (await client.post("/v1/x", content=large, headers=key)).status_code == 200
+        assert (await client.post("/v1/x", content=3 * large, headers=key)).status_code == 413
+        assert (await client.post("/v1/x", content=b"small")).status_code == 200
+    assert [len(body) for body in one.bodies] == [100_000, 5]
 
 
-def test_an_adapter_has_its_replicas_and_load_counts():
-    async def case():
-        front = Front(ServerSettings(), ReplicaSettings(replicas=2), 4, 1)
-        names = {"tiny": None, "car": "a"}
-        front.update([report("x", adapters=names, adapters_resident=("a",)),
-                      report("y", adapters=names, load=3, adapters_resident=("b",)),
-                      ])  # fmt: skip
-        for model, adapter, replica in (("car", "a", "x"), ("a", "a", "x"), ("b", "b", "y")):
-            assert front._ranked(model)[0].replica == replica
-            assert adapter in front._recent[replica]
-        assert front._ranked("tiny")[0].replica == "x", "it has the least load"
-        assert front._ranked(None)[0].replica == "x"
-        front._load["x"] += 9  # since the last report
-        assert [one.replica for one in front._ranked(None)] == ["y", "x"]
+@awaited
+async def test_an_adapter_has_its_replicas_and_load_counts():
+    front = Front(ServerSettings(), ReplicaSettings(replicas=2), 4, 1)
+    names = {"tiny": None, "car": "a"}
+    front.update([report("x", adapters=names, adapters_resident=("a",)),
+                  report("y", adapters=names, load=3, adapters_resident=("b",)),
+                  ])  # fmt: skip
+    for model, adapter, replica in (("car", "a", "x"), ("a", "a", "x"), ("b", "b", "y")):
+        assert front._ranked(model)[0].id == replica
+        assert adapter in front._replicas[replica].recent
+    assert front._ranked("tiny")[0].id == "x", "it has the least load"
+    assert front._ranked(None)[0].id == "x"
+    front._replicas["x"].load += 9  # since the last report
+    assert [one.id for one in front._ranked(None)] == ["y", "x"]
+    await front._client.close()
 
-    run(case())
 
-
-def test_answers_tell_a_newer_load_than_reports():
-    async def case():
-        one = Replica(answer(b"{}", b"x-valora-load: 7"), answer())
-        async with fronted(one) as (client, front):
-            reports = [replace(one, load=2) for one in front._replicas.values()]
-            assert "x-valora-load" not in (await client.get("/ready")).headers
-            while front._load["r0"] == 7:
-                await asyncio.sleep(0.01)
-            for load in (6, 2):  # without this request, which has ended; then the report's
-                front.update(reports)
-                assert front._load["r0"] == load
-            await client.get("/ready")  # an answer that does not tell it
+@awaited
+async def test_answers_tell_a_newer_load_than_reports():
+    one = Replica(answer(b"{}", b"x-valora-load: 7"), answer())
+    async with fronted(one) as (client, front):
+        known = front._replicas["r0"]
+        reports = [replace(known.report, load=2)]
+        assert "x-valora-load" not in (await client.get("/ready")).headers
+        while known.load == 7:
+            await asyncio.sleep(0.01)
+        for load in (6, 2):  # without this request, which has ended; then the report's
             front.update(reports)
-            assert front._load["r0"] == 2
-
-    run(case())
+            assert known.load == load
+        await client.get("/ready")  # an answer that does not tell it
+        front.update(reports)
+        assert known.load == 2
 
 
 @pytest.mark.parametrize(
@@ -244,7 +230,8 @@ def test_where_the_model_is_named(path, headers, body, name):
         ("POST", "/v1/unload_lora_adapter", 429, 200, 429),
     ],
 )  # fmt: skip
-def test_what_each_replica_has_loaded_on_request(method, path, one, two, found):
+@awaited
+async def test_what_each_replica_has_loaded_on_request(method, path, one, two, found):
     """All are asked for it, and told to unload it."""
 
     def page(said):
@@ -253,32 +240,26 @@ def test_what_each_replica_has_loaded_on_request(method, path, one, two, found):
         data = [{"id": name, "state": state} for name, state in said]
         return answer(json.dumps({"object": "list", "data": data}).encode())
 
-    async def case():
-        replicas = Replica(page(one)), Replica(page(two))
-        async with fronted(*replicas, None) as (client, _):
-            got = await client.request(method, path, content=b"x" * (method == "POST"))
-        if isinstance(found, int):
-            assert got.status_code == found
-        else:
-            assert {model["id"]: model["state"] for model in got.json()["data"]} == found
-        assert [one.bodies for one in replicas] == [[b"x" * (method == "POST")]] * 2
-        told = [one.heads[0][1]["x-valora-front"].split("secret ")[1] for one in replicas]
-        counts = [json.loads(one)["state"]["counts"] for one in told]
-        assert counts == [True, False], "rate limits count it once"
-
-    run(case())
+    replicas = Replica(page(one)), Replica(page(two))
+    async with fronted(*replicas, None) as (client, _):
+        got = await client.request(method, path, content=b"x" * (method == "POST"))
+    if isinstance(found, int):
+        assert got.status_code == found
+    else:
+        assert {model["id"]: model["state"] for model in got.json()["data"]} == found
+    assert [one.bodies for one in replicas] == [[b"x" * (method == "POST")]] * 2
+    told = [one.heads[0][1]["x-valora-front"].split("secret ")[1] for one in replicas]
+    counts = [json.loads(one)["state"]["counts"] for one in told]
+    assert counts == [True, False], "rate limits count it once"
 
 
-def test_a_replica_that_hangs_is_left_out_of_pages_of_all(monkeypatch):
+@awaited
+async def test_a_replica_that_hangs_is_left_out_of_pages_of_all(monkeypatch):
     monkeypatch.setattr("valora_serve.replicas.front.JOIN_SECONDS", 0.2)
-
-    async def case():
-        page = answer(b"# HELP a A.\n# TYPE a counter\na 1\n")
-        async with fronted(Replica(page), Replica(b"")) as (client, _):
-            said = await client.get("/metrics")
-        assert said.status_code == 200 and 'a{replica="r0",} 1' in said.text
-
-    run(case())
+    page = answer(b"# HELP a A.\n# TYPE a counter\na 1\n")
+    async with fronted(Replica(page), Replica(b"")) as (client, _):
+        said = await client.get("/metrics")
+    assert said.status_code == 200 and 'a{replica="r0",} 1' in said.text
 
 
 def test_metrics_of_all_replicas_are_one_page():

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from tests.support.http_helpers import adapter, bundle
-from tests.support.replicas import Ref, Running, running
+from tests.support.replicas import Ref, Running, awaited, running
 from valora_serve.errors import AdapterError
 from valora_serve.replicas.board import PERIOD
 from valora_serve.server.loading.state_file import (
@@ -30,105 +30,94 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_replica_answers_fronts_only_and_sees_their_clients(place):
-    async def case():
-        async with running(place, "x") as (_, one), httpx.AsyncClient(base_url=one.url) as client:
-            for secret in (None, "wrong", one.front()["x-valora-front"][1:]):
-                headers = {} if secret is None else {"x-valora-front": secret}
-                assert (await client.get("/ready", headers=headers)).status_code == 403
-            body = {"model": "person", "prompt": "x", "max_tokens": 1}
-            got = await client.post("/v1/completions", json=body, headers=one.front())
-            facts = json.loads(got.headers["x-valora-facts"])
-            assert facts == {"key": "api_key", "model": "person"}
-
-    asyncio.run(case())
+@awaited
+async def test_a_replica_answers_fronts_only_and_sees_their_clients(place):
+    async with running(place, "x") as (_, one), httpx.AsyncClient(base_url=one._url) as client:
+        for secret in (None, "wrong", one.front()["x-valora-front"][1:]):
+            headers = {} if secret is None else {"x-valora-front": secret}
+            assert (await client.get("/ready", headers=headers)).status_code == 403
+        body = {"model": "person", "prompt": "x", "max_tokens": 1}
+        got = await client.post("/v1/completions", json=body, headers=one.front())
+        facts = json.loads(got.headers["x-valora-facts"])
+        assert facts == {"key": "api_key", "model": "person"}
 
 
-def test_what_one_replica_loads_all_of_them_serve(place):
-    async def case():
-        async with running(place, "x", "y") as (board, one, two):
-            assert one.names() == two.names() == {"truck"}
-            await one.post("load_lora_adapter", lora_name="mine", lora_path="good")
-            assert one.names() == two.names() == {"truck", "mine"}
-            await two.post("load_lora_adapter", 409, lora_name="mine", lora_path="other")
-            await two.post("load_bundle", bundle_path="cars")
-            await two.post("contexts", name="rules", document="no dogs")
-            assert one.names() == two.names() == {"mine", "car", "rules"}, "it replaced the given"
-            await one.post(
-                "load_lora_adapter", lora_name="mine", lora_path="other", load_inplace=True
-            )
-            roots = [{m.name: m.root for m in r.engine.models()}["mine"] for r in (one, two)]
-            assert [root.rpartition("/")[2] for root in roots] == ["other", "other"]
-            await two.post("unload_lora_adapter", lora_name="mine")
-            await one.post("unload_bundle", bundle_name="cars")
-            assert one.names() == two.names() == {"rules"}
-            assert one.served_set.state == two.served_set.state == board.state()
-            assert StateFile(place / "state.json").read() == board.state()
-            # What the board told before such a change is not served any more.
-            before, current = SavedState(), one.served_set.state
-            assert not await one.served_set.follow(before, before)
-            assert await one.served_set.follow(before, current)
-            assert await one.served_set.follow(current, before)
-            # One that starts later has the same.
-            late = Running("late", place, board)
-            await late.start()
-            assert late.names() == {"rules"}
-            await late.stop()
-
-    asyncio.run(case())
+@awaited
+async def test_what_one_replica_loads_all_of_them_serve(place):
+    async with running(place, "x", "y") as (board, one, two):
+        assert one.names() == two.names() == {"truck"}
+        await one.post("load_lora_adapter", lora_name="mine", lora_path="good")
+        assert one.names() == two.names() == {"truck", "mine"}
+        await two.post("load_lora_adapter", 409, lora_name="mine", lora_path="other")
+        await two.post("load_bundle", bundle_path="cars")
+        await two.post("contexts", name="rules", document="no dogs")
+        assert one.names() == two.names() == {"mine", "car", "rules"}, "it replaced the given"
+        await one.post("load_lora_adapter", lora_name="mine", lora_path="other", load_inplace=True)
+        roots = [{m.name: m.root for m in r.engine.models()}["mine"] for r in (one, two)]
+        assert [root.rpartition("/")[2] for root in roots] == ["other", "other"]
+        await two.post("unload_lora_adapter", lora_name="mine")
+        await one.post("unload_bundle", bundle_name="cars")
+        assert one.names() == two.names() == {"rules"}
+        assert one.served_set.state == two.served_set.state == board.state()
+        assert StateFile(place / "state.json").read() == board.state()
+        # What the board told before such a change is not served any more.
+        before, current = SavedState(), one.served_set.state
+        assert not await one.served_set.follow(before, before)
+        assert await one.served_set.follow(before, current)
+        assert await one.served_set.follow(current, before)
+        # One that starts later has the same.
+        late = Running("late", place, board)
+        await late.start()
+        assert late.names() == {"rules"}
+        await late.stop()
 
 
 @pytest.mark.parametrize("kind", ["adapter", "bundle"])
 @pytest.mark.parametrize("error", [AdapterError, RuntimeError])
-def test_what_one_replica_refuses_none_of_them_serves(place, kind, error):
+@awaited
+async def test_what_one_replica_refuses_none_of_them_serves(place, kind, error):
     path, body = {
         "adapter": ("load_lora_adapter", {"lora_name": "mine", "lora_path": "good"}),
         "bundle": ("load_bundle", {"bundle_path": "cars"}),
     }[kind]
+    async with running(place, "x", "y", "z") as (board, one, two, three):
+        await one.post("load_lora_adapter", lora_name="old", lora_path="other")
 
-    async def case():
-        async with running(place, "x", "y", "z") as (board, one, two, three):
-            await one.post("load_lora_adapter", lora_name="old", lora_path="other")
+        async def refuse(*_, **__):
+            raise error("no memory is left")
 
-            async def refuse(*_, **__):
-                raise error("no memory is left")
+        load = getattr(three.engine, f"load_{kind}")
 
-            load = getattr(three.engine, f"load_{kind}")
+        async def slow(*given, **also):  # longer than between two reports
+            await asyncio.sleep(1.5 * PERIOD)
+            return await load(*given, **also)
 
-            async def slow(*given, **also):  # longer than between two reports
-                await asyncio.sleep(1.5 * PERIOD)
-                return await load(*given, **also)
-
-            setattr(two.engine, f"load_{kind}", refuse)
-            setattr(three.engine, f"load_{kind}", slow)
-            before = board.state()
-            said = (await one.post(path, 400, **body)).json()["error"]["message"]
-            assert said == "no memory is left"
-            assert one.names() == two.names() == three.names() == {"truck", "old"}
-            assert board.state() == before == StateFile(place / "state.json").read()
-            # Others die, and what is left goes on.
-            for gone in (two, three):
-                await gone.stop()
-                board.leave(gone.name)
-            await one.post(path, **body)
-            assert one.names() == {"old"} | ({"truck", "mine"} if kind == "adapter" else {"car"})
-
-    asyncio.run(case())
+        setattr(two.engine, f"load_{kind}", refuse)
+        setattr(three.engine, f"load_{kind}", slow)
+        before = board.state()
+        said = (await one.post(path, 400, **body)).json()["error"]["message"]
+        assert said == "no memory is left"
+        assert one.names() == two.names() == three.names() == {"truck", "old"}
+        assert board.state() == before == StateFile(place / "state.json").read()
+        # Others die, and what is left goes on.
+        for gone in (two, three):
+            await gone.stop()
+            board.leave(gone.name)
+        await one.post(path, **body)
+        assert one.names() == {"old"} | ({"truck", "mine"} if kind == "adapter" else {"car"})
 
 
-def test_a_state_that_cannot_be_recorded_is_taken_back_everywhere(place):
-    async def case():
-        async with running(place, "x", "y") as (board, one, two):
+@awaited
+async def test_a_state_that_cannot_be_recorded_is_taken_back_everywhere(place):
+    async with running(place, "x", "y") as (board, one, two):
 
-            def full(_):
-                raise OSError(28, "No space left on device")
+        def full(_):
+            raise OSError(28, "No space left on device")
 
-            board._file.draft = full
-            said = await one.post("load_lora_adapter", 507, lora_name="mine", lora_path="good")
-            assert "nothing was changed" in said.text
-            assert one.names() == two.names() == {"truck"}
-
-    asyncio.run(case())
+        board._file.draft = full
+        said = await one.post("load_lora_adapter", 507, lora_name="mine", lora_path="good")
+        assert "nothing was changed" in said.text
+        assert one.names() == two.names() == {"truck"}
 
 
 def test_content_that_differs_between_machines_is_named(place):

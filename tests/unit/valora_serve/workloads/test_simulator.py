@@ -17,7 +17,7 @@ from valora_serve.orchestrator import batching
 from valora_serve.orchestrator.cost_model import H200_7B, CostModel
 from valora_serve.orchestrator.decision import DecisionTrace, PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
-from valora_serve.routing.routers import ROUTERS
+from valora_serve.routing import ROUTERS
 from valora_serve.workloads import traces
 from valora_serve.workloads.cluster import Dispatch, simulate_cluster
 from valora_serve.workloads.simulator import Machine, SimSettings, simulate

@@ -1,10 +1,9 @@
 """A router of another package; `test_cluster` asks for an unknown one."""
 
-from valora_serve.routing.base import ReplicaState
-from valora_serve.routing.routers import ROUTERS
+from valora_serve.routing import ROUTERS, ReplicaState
 
 ALPHABETICAL = """
-from valora_serve.routing.base import Router
+from valora_serve.routing import Router
 
 
 class extension(Router):

@@ -1,1 +1,0 @@
-"""Decides which replica answers a request; imports no torch."""

@@ -59,13 +59,22 @@ class Running:
         self.client = httpx.Client(base_url=self.url, timeout=30, transport=transport)
 
     @property
+    def context(self):
+        return self.app.state.context
+
+    @property
     def service(self):
-        return self.app.state.context.service
+        return self.context.service
 
     @property
     def inside(self):
         """Requests that the server has let in and not answered yet."""
         return self.service.admission.inside
+
+    @property
+    def names(self):
+        """Names of all that the engine serves."""
+        return {model.name for model in self.engine.models()}
 
     def stop(self):
         self.server.should_exit = True
@@ -74,8 +83,8 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(engine=None, served=None, *, share_by="none", **settings):
-    """A server with these settings."""
+def serving(engine=None, served=None, *, share_by="none", key=None, **settings):
+    """A server with these settings, and a client that sends a key."""
     engine = engine or FakeEngine()
     chosen = ServerSettings(**({"port": 0, "drain_seconds": 1.0} | settings))
     app = create_app(engine, chosen, served, share_by=share_by)
@@ -84,6 +93,7 @@ def serving(engine=None, served=None, *, share_by="none", **settings):
     thread.start()
     until(lambda: server.started)
     running = Running(engine, app, server, thread)
+    running.client.headers.update({"authorization": f"Bearer {key}"} if key else {})
     try:
         yield running
     finally:
@@ -126,6 +136,9 @@ def encoded(image, form="PNG", **options):
     return buffer.getvalue()
 
 
+PNG = encoded(picture())
+
+
 def adapter(folder, base="tiny", size=8, content=None):
     """The folder of an adapter, for the fake engine."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,6 +173,9 @@ def loading(place, **more):
 def data_url(content, kind="image/png"):
     """A data: URL."""
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+PNG_URL = data_url(PNG)
 
 
 def chat(text="what is this?", url=None, **more):
@@ -217,14 +233,18 @@ def talk(server, data, close=False):
         return found
 
 
+def head(length):
+    """The head of a chat request whose body has so many bytes."""
+    line = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return f"{line}content-length: {length}\r\n\r\n".encode()
+
+
 def begin(server, body):
-    """Send a request, and give the open connection."""
-    content = json.dumps(body).encode()
+    """Send a request, or bytes as they are, and give the open connection."""
+    if not isinstance(body, bytes):
+        content = json.dumps(body).encode()
+        body = head(len(content)) + content
     sock = socket.create_connection(("127.0.0.1", server.port))
     sock.settimeout(5)
-    sock.sendall(
-        b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
-        b"content-type: application/json\r\n"
-        b"content-length: " + str(len(content)).encode() + b"\r\n\r\n" + content
-    )
+    sock.sendall(body)
     return sock

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from tests.support.fake_engine import ADAPTER, PERSON, FakeEngine
-from tests.support.http_helpers import data_url, encoded, picture, serving
+from tests.support.http_helpers import PNG, PNG_URL, serving
 from valora_serve.errors import SettingsError, UnknownModelError
 from valora_serve.server.access.keys import Key, new_key, read_keys
 
-URL = data_url(encoded(picture()))
 MESSAGES = [{"role": "user", "content": "hello"}]
 BY_BODY = {
     "/v1/chat/completions": {"messages": MESSAGES, "max_tokens": 1, "valora": {"head": False}},
@@ -18,7 +17,7 @@ BY_BODY = {
     "/v1/responses": {"input": "x", "max_output_tokens": 1, "valora": {"head": False}},
     "/v1/embeddings": {"input": "x"},
 }  # and `model`
-BY_PATH = {"/v1/vision/{}": {"images": [URL]}}
+BY_PATH = {"/v1/vision/{}": {"images": [PNG_URL]}}
 SALTS = (None, "s", "t")
 
 
@@ -63,7 +62,7 @@ def test_who_shares_cached_prompts(keyed, sharing, group):
             for one, other in ((one, other) for one in salts for other in salts):
                 same = group(*one) == group(*other)
                 assert (salts[one] == salts[other]) == same, (path, one, other)
-        form = {"files": {"image": encoded(picture())}, "data": {"cache_salt": "s"}}
+        form = {"files": {"image": PNG}, "data": {"cache_salt": "s"}}
         server.client.post("/v1/vision/person", **form, headers=keys["bob"]).raise_for_status()
         assert asked[-1].cache_salt == salts["bob", "s"]
 
@@ -159,7 +158,7 @@ def test_a_model_that_is_unloaded_before_the_engine_looks_is_told_without_others
     keys, file = keyed(app=("person",))
     with serving(keys_file=file) as server:
         server.engine.refuse = UnknownModelError("no model is named person: use one of team-1")
-        body = {"images": [URL]}
+        body = {"images": [PNG_URL]}
         answer = server.client.post("/v1/vision/person", json=body, headers=keys["app"])
     assert (answer.status_code, "team-1" in answer.text) == (404, False)
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import refused, serving
-from valora_serve.server.access.keys import new_key
 
 
 def test_version_and_console(tmp_path):
@@ -43,9 +42,8 @@ def test_status_has_every_replica():
         assert set(east) < set(found)
 
 
-def test_every_request_below_it_is_told_what_to_use(tmp_path):
-    (tmp_path / "keys").write_text(new_key("app", "user")[1])
-    with serving(keys_file=str(tmp_path / "keys")) as server:
+def test_every_request_below_it_is_told_what_to_use(keys_file):
+    with serving(keys_file=str(keys_file[0])) as server:
         for method, path in (
             ("GET", "/v2"), ("GET", "/v2/"), ("DELETE", "/v2/models/x"),
             ("GET", "/v2/models/person/versions/1/ready"), ("POST", "/v2/models/person/infer"),

@@ -2,8 +2,7 @@
 
 import asyncio
 import base64
-import contextlib
-import http.server
+import itertools
 import os
 import threading
 from urllib.parse import quote
@@ -11,23 +10,24 @@ from urllib.parse import quote
 import httpcore
 import pytest
 
-from tests.support.http_helpers import encoded, picture
+from tests.support.http_helpers import PNG, PNG_URL
 from tests.support.http_helpers import read_media as read
+from tests.support.website import Website
 from valora_serve.errors import ImageError
 from valora_serve.server.media.fetch import is_public
 
-PNG = base64.b64encode(encoded(picture())).decode()
+B64 = PNG_URL.partition(",")[2]
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        f"DATA:IMAGE/PNG;BASE64,{PNG}", f"data:;base64,{PNG}", f" \n data: a/b; base64, {PNG}",
-        f'data:image/png;name="ä b.png";charset=utf-8;base64,{PNG}',
-        f"data:image/png;base64,{PNG.rstrip('=')}", "data:image/png;base64," + quote(PNG, safe=""),
-        f"data:image/png;base64,{PNG[:50]}\r\n{PNG[50:70]}\t{PNG[70:]}\n",
-        f"data:image/png;base64,{PNG[:50]}%0d%0A{PNG[50:]}".replace("=", "%3d"),
-        "data:image/png;base64," + PNG.translate(str.maketrans("+/", "-_")).rstrip("="),
+        f"DATA:IMAGE/PNG;BASE64,{B64}", f"data:;base64,{B64}", f" \n data: a/b; base64, {B64}",
+        f'data:image/png;name="ä b.png";charset=utf-8;base64,{B64}',
+        f"data:image/png;base64,{B64.rstrip('=')}", "data:image/png;base64," + quote(B64, safe=""),
+        f"data:image/png;base64,{B64[:50]}\r\n{B64[50:70]}\t{B64[70:]}\n",
+        f"data:image/png;base64,{B64[:50]}%0d%0A{B64[50:]}".replace("=", "%3d"),
+        "data:image/png;base64," + B64.translate(str.maketrans("+/", "-_")).rstrip("="),
     ],
 )  # fmt: skip
 def test_base64_as_clients_write_it(url):
@@ -41,14 +41,12 @@ def test_base64_as_clients_write_it(url):
 def folder(tmp_path):
     allowed = tmp_path / "allowed"
     (allowed / "sub").mkdir(parents=True)
-    (allowed / "sub" / "a.png").write_bytes(encoded(picture()))
-    (allowed / "inner.png").symlink_to(allowed / "sub" / "a.png")
-    secret = tmp_path / "secret.png"
-    secret.write_bytes(encoded(picture()))
-    (allowed / "leak.png").symlink_to(secret)
-    (allowed / "out").symlink_to(tmp_path)
     (tmp_path / "allowed-too").mkdir()
-    (tmp_path / "allowed-too" / "a.png").write_bytes(encoded(picture()))
+    for file in ("allowed/sub/a.png", "allowed-too/a.png", "secret.png"):
+        (tmp_path / file).write_bytes(PNG)
+    (allowed / "inner.png").symlink_to(allowed / "sub" / "a.png")
+    (allowed / "leak.png").symlink_to(tmp_path / "secret.png")
+    (allowed / "out").symlink_to(tmp_path)
     os.mkfifo(allowed / "pipe.png")
     return allowed
 
@@ -65,57 +63,48 @@ def test_only_files_below_the_folder_are_read(folder):
     ):  # fmt: skip
         with pytest.raises(ImageError, match="no file below"):
             read(f"file://{folder}{path}", media_folder=named)
-    with pytest.raises(ImageError, match="no file below"):
-        read(f"file://otherhost{folder}/sub/a.png", media_folder=named)
-    with pytest.raises(ImageError, match="media_folder"):
-        read(f"file://{folder}/sub/a.png")
-    with pytest.raises(ImageError, match="larger"):
-        read(f"file://{folder}/sub/a.png", media_folder=named, max_image_bytes=10)
+    for host, limits, said in (
+        ("otherhost", {"media_folder": named}, "no file below"),
+        ("", {}, "media_folder"),
+        ("", {"media_folder": named, "max_image_bytes": 10}, "larger"),
+    ):
+        with pytest.raises(ImageError, match=said):
+            read(f"file://{host}{folder}/sub/a.png", **limits)
 
 
 # Remote hosts
 
 
-class Site(http.server.BaseHTTPRequestHandler):
+class Site(Website):
     """Answers by path."""
 
-    seen = []  # noqa: RUF012
+    end = threading.Event()
 
-    def do_GET(self):
-        self.seen.append((self.path, dict(self.headers)))
-        to = {"/loop": f"http://localhost:{self.server.server_port}/loop", "/nowhere": None}
-        if self.path.startswith("/to/"):
-            to[self.path] = base64.urlsafe_b64decode(self.path[4:]).decode("latin-1")
-        if self.path in to:
-            self.send_response(302)
-            self.send_header("X-Other", "ä")  # in Latin-1, as is what follows
-            if to[self.path] is not None:
-                self.send_header("Location", to[self.path])
-            self.end_headers()
-            return
-        self.send_response(404 if self.path == "/missing" else 200)
-        self.end_headers()
-        if "a.png" in self.path:
-            self.wfile.write(encoded(picture()))
-        elif self.path == "/slow":
-            self.server.wait.wait(5)
-        with contextlib.suppress(OSError):
-            while self.path == "/endless":
-                self.wfile.write(b"x" * 65536)
-
-    def log_message(self, *_):
-        pass
+    def answer(self, path, body):
+        to = {"/loop": "/loop", "/nowhere": None}
+        if path.startswith("/to/"):
+            to[path] = base64.urlsafe_b64decode(path[4:]).decode("latin-1")
+        if path in to:  # headers in Latin-1
+            return 302, {"X-Other": "ä"} | ({"Location": to[path]} if to[path] else {}), ()
+        if path == "/slow":
+            self.end.wait(5)
+        pieces = [PNG] if "a.png" in path else ()
+        pieces = itertools.repeat(b"x" * 65536) if path == "/endless" else pieces
+        return 404 if path == "/missing" else 200, {}, pieces
 
 
 @pytest.fixture(scope="module")
-def site():
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Site)
-    server.daemon_threads = True
-    server.wait = threading.Event()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://localhost:{server.server_port}"
-    server.wait.set()
-    server.shutdown()
+def website():
+    with Site() as server:
+        yield server
+        server.end.set()
+
+
+@pytest.fixture
+def site(website):
+    """Its address; only what the test asks is seen."""
+    website.seen.clear()
+    return website.url.replace("127.0.0.1", "localhost")
 
 
 def redirect(site, to):
@@ -141,11 +130,10 @@ REDIRECTS = [
 @pytest.mark.parametrize(
     ("url", "asked", "way"), [(*one, 0) for one in URLS] + [(*one, 1) for one in REDIRECTS]
 )
-def test_what_urls_and_redirects_ask_for(site, url, asked, way):
-    Site.seen.clear()
+def test_what_urls_and_redirects_ask_for(website, site, url, asked, way):
     url = url.format(site)
     assert read(redirect(site, url) if way else url, **OPEN).size == (40, 20)
-    assert Site.seen[way][0] == asked
+    assert website.seen[way][0] == asked
 
 
 def test_hosts_are_named_in_either_form(monkeypatch):
@@ -171,11 +159,10 @@ def test_hosts_are_named_in_either_form(monkeypatch):
     [((), "may not fetch"), (("example.org",), "may not fetch"), (("local",), "may not fetch"),
      (("localhost",), "private address")],
 )  # fmt: skip
-def test_only_public_addresses_of_named_hosts_are_reached(site, hosts, said):
-    Site.seen.clear()
+def test_only_public_addresses_of_named_hosts_are_reached(website, site, hosts, said):
     with pytest.raises(ImageError, match=said):
         read(f"{site}/a.png", media_hosts=hosts)
-    assert Site.seen == []
+    assert website.seen == []
 
 
 def test_the_address_that_was_checked_is_the_one_connected_to(monkeypatch):
@@ -254,10 +241,9 @@ def test_odd_urls(url):
         read(url, media_hosts=("localhost",), media_folder="/nowhere/else")
 
 
-def test_no_key_or_cookie_is_sent(site):
-    Site.seen.clear()
+def test_no_key_or_cookie_is_sent(website, site):
     read(f"{site}/a.png", **OPEN)
-    assert set(Site.seen[0][1]) == {"Host", "User-Agent", "Accept"}
+    assert set(website.seen[0][1]) == {"Host", "User-Agent", "Accept"}
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,10 @@
 """Adapters of a web server with its faults, of other file systems, and of a Hugging Face hub."""
 
-import contextlib
-import functools
 import hashlib
-import http.server
 import itertools
 import json
 import logging
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import fsspec
 import huggingface_hub.constants
@@ -18,6 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from huggingface_hub.hf_api import HfApi
 
 from tests.support.http_helpers import adapter, refused, serving
+from tests.support.website import Website
 from tests.unit.valora_serve.server.resolving.test_on_request import ask, cards, settings
 from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.server.resolving.cache import AdapterCache
@@ -36,38 +32,25 @@ LARGE = 6 << 20
 """Bytes above fsspec's block, for which it asks for ranges."""
 
 
-class Web(http.server.ThreadingHTTPServer):
+class Web(Website):
     """Serves a folder, without ranges; `status` other than 200 is the answer to everything.
 
     If `signed`, files are redirected to URLs that differ each time.
     """
 
-    def __init__(self, folder):
-        super().__init__(("127.0.0.1", 0), functools.partial(Page, directory=str(folder)))
-        self.status, self.signed, self.hides, self.count = 200, False, False, itertools.count()
-        self.url = f"http://127.0.0.1:{self.server_port}"
+    status, signed, hides, count = 200, False, False, itertools.count()
 
-
-class Page(http.server.SimpleHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self._answer(super().do_GET)
-
-    def do_HEAD(self):
-        self._answer(super().do_HEAD)
-
-    def _answer(self, serve):
-        web = self.server
-        if web.status != 200 or (web.hides and not Path(self.translate_path(self.path)).exists()):
-            self.send_error(max(web.status, 403))
-        elif web.signed and "?" not in self.path:
-            self.send_response(302)
-            self.send_header("location", f"{self.path}?signature={next(web.count)}")
-            self.end_headers()
-        else:
-            serve()
+    def answer(self, path, body):
+        place, _, signature = path.partition("?")
+        file = self.folder / place[1:]
+        if self.status != 200 or (self.hides and not file.is_file()):
+            return max(self.status, 403), {}, ()
+        if self.signed and not signature:
+            return 302, {"location": f"{place}?signature={next(self.count)}"}, ()
+        if not file.is_file():
+            return 404, {}, ()
+        content = file.read_bytes()
+        return 200, {"content-length": len(content)}, [content]
 
 
 @pytest.fixture
@@ -75,12 +58,9 @@ def web(tmp_path):
     adapter(tmp_path / "web" / "cars-1")
     adapter(tmp_path / "web" / "cars-2", size=LARGE)
     adapter(tmp_path / "second" / "cars-1")
-    server = Web(tmp_path / "web")
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield server
-    with contextlib.suppress(OSError):
-        server.shutdown()
-        server.server_close()
+    with Web() as server:
+        server.folder = tmp_path / "web"
+        yield server
 
 
 def chosen(place, *sources):
@@ -115,7 +95,6 @@ def test_no_other_source_answers_while_one_is_unreachable(tmp_path, web):
     """Its adapter of that name may be another one; what was fetched before is served."""
     with serving(**chosen(tmp_path, web.url)) as server:
         assert ask(server, "cars-1").status_code == 200
-    web.shutdown()
     web.server_close()
     with serving(**chosen(tmp_path, web.url, str(tmp_path / "second"))) as server:
         assert ask(server, "cars-1").status_code == 200
@@ -228,61 +207,35 @@ COMMIT = hashlib.sha1(b"first").hexdigest()
 HELD = {"adapter_config.json": b'{"r": 4}', "adapter_model.safetensors": b"w" * 3000}
 
 
-class Hub(ThreadingHTTPServer):
-    """A hub with the public repository acme/cars, a gated and a private one."""
+class Hub(Website):
+    """A hub with the public repository acme/cars, whose files have `sizes`, and with others."""
 
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.read = []  # paths that were asked for
-        self.sizes = {name: len(content) for name, content in HELD.items()}  # that it claims
-
-
-class Answer(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_GET(self):
-        self.server.read.append(self.path)
-        path = self.path.partition("?")[0]
-        files = [{"rfilename": name, "size": size} for name, size in self.server.sizes.items()]
+    def answer(self, path, body):
+        files = [{"rfilename": name, "size": size} for name, size in self.sizes.items()]
         files.append({"rfilename": "training_args.bin", "size": 10**9})
         cars = {"id": "acme/cars", "modelId": "acme/cars", "sha": COMMIT, "siblings": files}
-        lost = 404, b"{}", {"X-Error-Code": "RepoNotFound"}
-        self.reply(*{
-            "/api/models/acme/gated": (403, b"{}", {"X-Error-Code": "GatedRepo"}),
-            "/api/models/acme/private": (401, b"{}", {"X-Error-Code": "RepoNotFound"}),
-            "/api/models/acme/denied": (403, b"{}"),
-            "/api/models/acme/cars": (200, json.dumps(cars).encode()),
-            **{f"/acme/cars/resolve/{COMMIT}/{name}": (200, held) for name, held in HELD.items()},
-        }.get(path, lost))  # fmt: skip
-
-    def reply(self, status, body, headers=()):
-        self.send_response(status)
-        for name, value in dict(headers).items():
-            self.send_header(name, value)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        status, held, code = {
+            "/api/models/acme/gated": (403, b"{}", "GatedRepo"),
+            "/api/models/acme/private": (401, b"{}", "RepoNotFound"),
+            "/api/models/acme/denied": (403, b"{}", ""),
+            "/api/models/acme/cars": (200, json.dumps(cars).encode(), ""),
+            **{f"/acme/cars/resolve/{COMMIT}/{name}": (200, held, "")
+               for name, held in HELD.items()},
+        }.get(path.partition("?")[0], (404, b"{}", "RepoNotFound"))  # fmt: skip
+        return status, {"X-Error-Code": code, "content-length": len(held)}, [held]
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    server = Hub()
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    monkeypatch.setattr(
-        huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-        url + "/{repo_id}/resolve/{revision}/{filename}",
-    )  # fmt: skip
-    api = HfApi.__init__
-    monkeypatch.setattr(HfApi, "__init__", lambda self: api(self, endpoint=url))
-    yield server
-    server.shutdown()
-    server.server_close()
+    with Hub() as server:
+        server.sizes = {name: len(content) for name, content in HELD.items()}
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        for name, value in (("HF_HUB_OFFLINE", False), ("ENDPOINT", server.url),
+                            ("HUGGINGFACE_CO_URL_TEMPLATE", template)):  # fmt: skip
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        api = HfApi.__init__
+        monkeypatch.setattr(HfApi, "__init__", lambda self: api(self, endpoint=server.url))
+        yield server
 
 
 @pytest.fixture
@@ -305,7 +258,7 @@ def test_only_the_needed_files_of_the_found_commit_are_read(hub, cache, place, n
     assert resolver.find(name).sizes == {CONFIG: 8, WEIGHTS: 3000, LABELS: 5}
     entry = cache.fetch(resolver, name, found, threading.Event())
     assert {f: (entry.folder / f).read_bytes() for f in FILES} == HELD
-    files = [path for path in hub.read if "/resolve/" in path]
+    files = [path for path, _ in hub.seen if "/resolve/" in path]
     assert files == [f"/acme/cars/resolve/{COMMIT}/{file}" for file in FILES]
 
 

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import chat, encoded, picture, serving
+from tests.support.http_helpers import PNG, chat, serving
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
@@ -35,7 +35,7 @@ def test_metrics_say_what_happened():
     with serving() as server:
         for _ in range(3):
             server.client.post("/v1/chat/completions", json=chat(max_tokens=4))
-        server.client.post("/v1/vision/person", files={"image": encoded(picture())})
+        server.client.post("/v1/vision/person", files={"image": PNG})
         server.client.post("/v1/chat/completions", json=chat(model="nobody"))
         server.client.get("/somewhere/else")
         found = samples(server.client.get("/metrics").text)

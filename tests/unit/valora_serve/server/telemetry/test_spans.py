@@ -1,12 +1,11 @@
 """OpenTelemetry spans."""
 
 import gzip
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from tests.support.http_helpers import chat, serving
+from tests.support.website import Website
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
@@ -15,28 +14,20 @@ def test_spans_reach_a_collector():
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    got: list[tuple[str, ExportTraceServiceRequest]] = []
+    got = []
 
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = self.rfile.read(int(self.headers["content-length"]))
-            if self.headers.get("content-encoding") == "gzip":
-                body = gzip.decompress(body)
-            got.append((self.path, ExportTraceServiceRequest.FromString(body)))
-            self.send_response(200)
-            self.end_headers()
+    class Collector(Website):
+        def answer(self, path, body):
+            got.append((path, body))
+            return 200, {}, ()
 
-        def log_message(self, *_):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
-        threading.Thread(target=collector.serve_forever, daemon=True).start()
-        with serving(otlp_endpoint=f"http://127.0.0.1:{collector.server_port}/") as server:
-            headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
-            server.client.post("/v1/chat/completions", json=chat(max_tokens=3), headers=headers)
-        collector.shutdown()
-    ((path, request),) = got
+    with Collector() as collector, serving(otlp_endpoint=f"{collector.url}/") as server:
+        headers = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+        server.client.post("/v1/chat/completions", json=chat(max_tokens=3), headers=headers)
+    ((path, body),) = got
     assert path == "/v1/traces"
+    body = gzip.decompress(body) if body.startswith(b"\x1f\x8b") else body
+    request = ExportTraceServiceRequest.FromString(body)
     (resource,) = request.resource_spans
     facts = {item.key: item.value.string_value for item in resource.resource.attributes}
     assert facts["service.name"] == "valora-serve"

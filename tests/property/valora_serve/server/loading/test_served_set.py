@@ -123,7 +123,8 @@ class Serving(RuleBasedStateMachine):
         with failing(self.place / "state", at, full):
             try:
                 asyncio.run(change())
-            except StorageError:
+            except StorageError as error:
+                assert "so nothing was changed" in str(error)
                 assert at is not None and at < 6  # also where the change is not allowed
             except ValoraError:
                 assert not allowed
@@ -220,6 +221,8 @@ class Serving(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             found = dict.fromkeys(self.found, str(self.place / "store"))
             assert self.actual() == self.table() | found
+            made = sorted(Path(model.root) for model in self.engine.models() if model.form)
+            assert made == sorted(self.place.glob("adapters/contexts/*"))
 
     def teardown(self):
         if hasattr(self, "place"):

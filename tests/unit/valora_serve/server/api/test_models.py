@@ -1,34 +1,19 @@
 """What is served: the list of models; contexts, who may make them and what is kept; examples."""
 
 import asyncio
-import errno
 import json
 import threading
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 
-from tests.support.disk_faults import failing
 from tests.support.fake_engine import PERSON, SCENE, FakeEngine
-from tests.support.http_helpers import (
-    ADMIN,
-    adapter,
-    encoded,
-    loading,
-    picture,
-    refused,
-    serving,
-    until,
-)
-from valora_serve.errors import StorageError
+from tests.support.http_helpers import ADMIN, PNG, adapter, loading, refused, serving, until
 from valora_serve.server.api import models
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.loading.state_file import StateFile
 from valora_serve.server.service import without_folder
 from valora_serve.types import NewContext
-
-PNG = encoded(picture(40, 20))
 
 
 def test_models_list_says_what_is_known(client):
@@ -66,15 +51,8 @@ def place(tmp_path):
     return tmp_path
 
 
-@contextmanager
-def opened(given, engine=None, served=None):
-    with serving(engine, served=served, **given) as server:
-        server.client.headers["authorization"] = f"Bearer {ADMIN}"
-        yield server
-
-
 def test_a_document_becomes_a_context_that_can_be_asked(place):
-    with opened(loading(place)) as server:
+    with serving(key=ADMIN, **loading(place)) as server:
         client, body = server.client, {"name": "rules", "document": "No dogs after eight."}
         made = client.post("/v1/contexts", json=body).json()
         facts = {"id": "rules", "form": "prefix", "tokens": 4, "bytes": 64, "source_tokens": 4}
@@ -99,7 +77,7 @@ def test_a_document_becomes_a_context_that_can_be_asked(place):
 
 
 def test_refusals_change_nothing(place):
-    with opened(loading(place)) as server:
+    with serving(key=ADMIN, **loading(place)) as server:
         for body, status, message in (
             ({"name": "a", "document": " "}, 400, "the document is empty"),
             ({"name": "../a", "document": "x"}, 400, "name"),
@@ -111,16 +89,6 @@ def test_refusals_change_nothing(place):
         assert server.client.get("/v1/contexts").json()["data"] == []
     folder = place / "adapters/contexts"
     assert not folder.exists() or not list(folder.iterdir())
-
-
-def test_only_admins_make_contexts_and_only_if_that_is_allowed(place):
-    body = {"name": "a", "document": "x"}
-    with serving(**loading(place)) as server:
-        assert server.client.post("/v1/contexts", json=body).status_code == 401
-    with opened({"api_key": ADMIN}) as server:
-        found = server.client.post("/v1/contexts", json=body)
-        assert found.status_code == 403 and "--allow-runtime-loading" in found.text
-        assert server.client.get("/v1/contexts").status_code == 200
 
 
 def served_set(place, engine=None):
@@ -169,7 +137,7 @@ def test_a_start_fetches_the_adapters_that_contexts_wait_for(place):
         "adapter_sources": (str(place / "store"),), "adapter_allow": ("c*",),
         "adapter_cache": str(place / "cache"),
     }  # fmt: skip
-    with opened(given) as server:
+    with serving(key=ADMIN, **given) as server:
         asked = {"model": "cats", "prompt": "x", "max_tokens": 1}
         found = server.client.post("/v1/completions", json=asked)
         assert found.status_code == 200, found.text
@@ -180,29 +148,10 @@ def test_a_start_fetches_the_adapters_that_contexts_wait_for(place):
     served = served_set(place, engine)
     served.read()
     assert len(asyncio.run(served.restore())) == 1
-    with opened(given, engine, served) as server:
+    with serving(engine, served, key=ADMIN, **given) as server:
         until(lambda: {"cats", "rules"} <= {model.name for model in engine.models()})
         listed = server.client.get("/v1/contexts").json()["data"]
         assert [one["id"] for one in listed] == ["rules"]
-
-
-def test_a_context_that_cannot_be_recorded_is_not_served(place):
-    engine = FakeEngine()
-    served = served_set(place, engine)
-    asyncio.run(served.make_context(NewContext("one", "First."), replace=False))
-    before = {model.name: model for model in engine.models()}
-
-    async def refused():
-        full = OSError(errno.ENOSPC, "No space left on device")
-        for at in range(5):
-            with failing(place / "state", at, full), pytest.raises(StorageError, match="nothing"):
-                await served.make_context(NewContext("one", "Second text."), replace=True)
-        with failing(place / "state", 1, full), pytest.raises(StorageError, match="nothing"):
-            await served.forget_context("one")
-
-    asyncio.run(refused())
-    assert {model.name: model for model in engine.models()} == before
-    assert len(list((place / "adapters/contexts").iterdir())) == 1
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import ADMIN, adapter, bundle, loading, serving, until
 from valora_serve.errors import AdapterError, SettingsError
-from valora_serve.server.access.keys import new_key
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.loading.state_file import StateFile
 
+LOADING = ("load_lora_adapter", "unload_lora_adapter", "load_bundle", "unload_bundle", "contexts")
 BUILT_IN = {model.name: model.root for model in FakeEngine().models()}
 
 
@@ -73,18 +73,20 @@ def test_load_ask_and_unload(place):
         post(server, "unload_bundle", {"bundle_name": "cars"}, 404)
 
 
-def test_only_admins_and_only_where_it_is_opted_in(place, tmp_path):
-    secret, line = new_key("app", "user")
-    (tmp_path / "keys").write_text(line + "\n")
-    with serving(**loading(place, keys_file=str(tmp_path / "keys"))) as server:
-        body = {"lora_name": "mine", "lora_path": "good"}
-        for key, status in ((None, 401), ("wrong", 401), (secret, 403)):
-            post(server, "load_lora_adapter", body, status, key)
-        post(server, "completions", {"prompt": "x"}, key=secret)
+def test_only_admins_and_only_where_it_is_opted_in(place, keys_file):
+    file, secrets = keys_file
+    with serving(**loading(place, keys_file=str(file))) as server:
+        for path in LOADING:
+            for key, status in ((None, 401), ("wrong", 401), (secrets["app"], 403)):
+                post(server, path, {}, status, key)
+        post(server, "completions", {"prompt": "x"}, key=secrets["app"])
         assert server.engine.asked[-1].client == "app"  # whom shares by key charge
     with serving(api_key=ADMIN) as server:
-        for path in ("load_lora_adapter", "unload_lora_adapter", "load_bundle", "unload_bundle"):
-            post(server, path, {}, 403)
+        for path in LOADING:
+            said = post(server, path, {}, 403)["error"]["message"]
+            assert "--allow-runtime-loading" in said
+        headers = {"authorization": f"Bearer {ADMIN}"}
+        assert server.client.get("/v1/contexts", headers=headers).status_code == 200
 
 
 def test_paths_that_lead_elsewhere(place):
@@ -215,16 +217,11 @@ def test_the_answer_of_a_full_disk_and_of_a_lost_folder(place):
         load(server, "good")
         before = roots(server.engine)
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for path, body in (
-            ("load_lora_adapter", {"lora_name": "new", "lora_path": "good"}),
-            ("unload_lora_adapter", {"lora_name": "mine"}),
-            ("load_bundle", {"bundle_path": "cars"}),
-        ):
-            with failing(place / "state", 3, full):
-                error = post(server, path, body, 507)["error"]
-            assert error["code"] == "storage_failed"
-            assert "free space on that disk" in error["message"]
-            assert roots(server.engine) == before
+        with failing(place / "state", 3, full):
+            error = post(server, "load_bundle", {"bundle_path": "cars"}, 507)["error"]
+        assert error["code"] == "storage_failed"
+        assert "free space on that disk" in error["message"]
+        assert roots(server.engine) == before
         shutil.rmtree(place / "state")
         load(server, "other", "second")
         assert after_restart(place) == roots(server.engine)

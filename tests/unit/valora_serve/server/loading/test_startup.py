@@ -54,32 +54,29 @@ def test_a_bundle_from_mlflows_registry(tmp_path, request):
             startup.find_bundles(["models:/nobody/1"], place)
 
 
-EXACT, BOTH = {}, {"dtypes": ["float32", "bfloat16"]}
+BOTH = {"id": "x", "dtypes": ["float32", "bfloat16"]}
+EXACT = {"id": "x"}
 
 
 @pytest.mark.parametrize(
-    ("named", "asked", "served"),
-    [("photo", "tiny", "photo"), ("tiny", "photo", "tiny"), ("/a/llava", "tiny", "tiny"),
-     ("photo", "/a/llava", "/a/llava"), (None, "tiny", "tiny")],
+    ("bases", "multiplies", "asked", "base", "dtype"),
+    [
+        # The shipped base model of the first bundle is served.
+        ([{"id": "photo"}], False, {"base": "tiny"}, "photo", "auto"),
+        ([{"id": "tiny"}], False, {"base": "photo"}, "tiny", "auto"),
+        ([{"id": "/a/llava"}], False, {"base": "tiny"}, "tiny", "auto"),
+        ([{"id": "photo"}], False, {"base": "/a/llava"}, "/a/llava", "auto"),
+        ([], True, {"base": "tiny"}, "tiny", "auto"),
+        # A CPU that multiplies bfloat16 serves in it if all bundles were measured so.
+        ([EXACT], True, {}, "tiny", "auto"), ([BOTH, BOTH], True, {}, "tiny", "bfloat16"),
+        ([BOTH, EXACT], True, {}, "tiny", "auto"), ([BOTH], False, {}, "tiny", "auto"),
+        ([BOTH], True, {"dtype": "float32"}, "tiny", "float32"),
+    ],
 )  # fmt: skip
-def test_the_shipped_base_model_of_the_first_bundle_is_served(
-    monkeypatch, tmp_path, named, asked, served
+def test_bundles_choose_the_base_model_and_its_type(
+    monkeypatch, bases, multiplies, asked, base, dtype
 ):
-    manifest = {"base": {"id": named}}
-    monkeypatch.setattr(startup, "read_manifest", lambda _: manifest)
-    made = startup.follow_bundles(EngineSettings(base=asked), [tmp_path] if named else [])
-    assert (made.base, made.quantize) == (served, "none")
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "multiplies", "asked", "served"),
-    [([EXACT], True, "auto", "auto"), ([BOTH, BOTH], True, "auto", "bfloat16"),
-     ([BOTH, EXACT], True, "auto", "auto"), ([BOTH], False, "auto", "auto"),
-     ([BOTH], True, "float32", "float32"), ([], True, "auto", "auto")],
-)  # fmt: skip
-def test_a_cpu_serves_in_16_bits_if_all_bundles_were_measured_so(
-    monkeypatch, dtypes, multiplies, asked, served
-):
-    monkeypatch.setattr(startup, "read_manifest", lambda one: {"base": {"id": "x"} | one})
+    monkeypatch.setattr(startup, "read_manifest", lambda one: {"base": one})
     monkeypatch.setattr(startup, "cpu_multiplies_bfloat16", lambda: multiplies)
-    assert startup.follow_bundles(EngineSettings(dtype=asked), dtypes).dtype == served
+    made = startup.follow_bundles(EngineSettings(**asked), bases)
+    assert (made.base, made.dtype, made.quantize) == (base, dtype, "none")

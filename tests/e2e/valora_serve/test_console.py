@@ -1,15 +1,13 @@
 """The web console in headless Chromium, against the real server."""
 
 import base64
-import json
-import zipfile
 from pathlib import Path
 
 import httpx
 import pytest
 from PIL import Image
 
-from tests.support.browser import asked, drawn, is_focused, opened, overhang, saved
+from tests.support.browser import asked, drawn, is_focused, opened, overhang
 from tests.support.videos import video_file
 
 pytestmark = pytest.mark.slow
@@ -143,37 +141,6 @@ def test_an_example_is_asked_of_every_domain_at_once(page, served):
     assert page.locator("#boxes rect").count() == sum(counts.values()) > 0
     page.locator("#legend button", has_text="traffic").click()
     assert page.locator("#boxes rect").count() == counts["plates"]
-
-
-def test_many_files_and_their_answers_in_other_formats(page, tmp_path):
-    for number, size in enumerate([(500, 3000), (3000, 500), (60, 40)]):
-        picture = Image.radial_gradient("L").resize(size).convert("RGB")
-        picture.save(tmp_path / f"{number}.png")
-    files = [str(tmp_path / f"{number}.png") for number in range(3)]
-    asked(page, "*", files, until="6 answers")
-    for number, shape in enumerate([500 / 3000, 3000 / 500, 60 / 40]):
-        page.locator(".thumb").nth(number).click()
-        page.wait_for_function("() => document.querySelector('#picture').complete")
-        box = page.locator("#picture").bounding_box()
-        assert box["width"] / box["height"] == pytest.approx(shape, rel=0.02)
-        over = page.locator("#boxes").bounding_box()
-        assert over == pytest.approx(box, abs=1)
-    found = {}
-    for name in ("coco", "yolo", "labelstudio", "csv"):
-        found[name] = saved(page, name, tmp_path)
-    coco = json.loads(found["coco"].read_text())
-    assert [image["file_name"] for image in coco["images"]] == ["0.png", "1.png", "2.png"]
-    first = coco["images"][0]
-    assert (first["width"], first["height"]) == (500, 3000)
-    boxes = coco["annotations"]
-    with zipfile.ZipFile(found["yolo"]) as packed:
-        assert packed.testzip() is None
-        rows = [packed.read(f"labels/{number}.txt").split(b"\n") for number in range(3)]
-        assert b"names:" in packed.read("data.yaml")
-    assert sum(len(part) - 1 for part in rows) == len(boxes)
-    tasks = json.loads(found["labelstudio"].read_text())
-    assert sum(len(task["predictions"][0]["result"]) for task in tasks) == len(boxes)
-    assert len(found["csv"].read_text().splitlines()) == 1 + len(boxes)
 
 
 def test_zoom_keeps_boxes_on_the_picture(page, image):

@@ -217,11 +217,14 @@ def test_exports_carry_corrected_boxes_and_say_what_was_changed(page, tmp_path):
     assert coco["annotations"][1]["bbox"] == pytest.approx([2, 50, 10, 8], abs=0.15)
     assert coco["annotations"][1]["area"] == pytest.approx(80, abs=3)
     first, second = coco["images"]
+    facts = [(one["file_name"], one["width"], one["height"]) for one in (first, second)]
+    assert facts == [("one.png", WIDTH, HEIGHT), ("two.png", 120, 40)]
     assert first["corrections"] == {"added": 1, "moved": 1, "relabelled": 0, "deleted": 1}
     assert [(one["bbox"], one["score"]) for one in first["deleted"]] == [([20, 15, 60, 45], 0.4)]
     assert "corrections" not in second
 
     with zipfile.ZipFile(saved(page, "yolo", tmp_path)) as packed:
+        assert packed.testzip() is None
         lines = packed.read("labels/one.txt").decode().splitlines()
         changed = json.loads(packed.read("corrections.json"))
         listed = packed.read("data.yaml").decode()

@@ -341,6 +341,7 @@ def test_labels_are_beside_what_they_name(page, tmp_path, size):
     page.wait_for_function("() => document.querySelectorAll('#boxes .plate').length === 2")
     shape = page.locator("#picture").bounding_box()
     assert shape["width"] / shape["height"] == pytest.approx(width / height, rel=0.02)
+    assert page.locator("#boxes").bounding_box() == pytest.approx(shape, abs=1)
     boxes = [[0, 0, width / 2, height / 2], [width / 4, height / 4, width, height]]
     found = plates(page)
     assert common(*found) == 0

@@ -71,9 +71,6 @@ def test_documents(tmp_path):
         metrics = client.get(f"{server.url}/metrics").text
         assert "valora_contexts_known 5.0" in metrics and "valora_context_loads_total 3" in metrics
 
-        assert make(name="empty", document=" ").json()["error"]["message"] == (
-            "context empty: the document is empty: send its text"
-        )
         assert "fewer than" in make(name="big", document="a " * 5000).json()["error"]["message"]
         server.end(signal.SIGKILL)
         write_golden(bundle, [

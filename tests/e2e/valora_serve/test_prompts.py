@@ -1,4 +1,4 @@
-"""The golden examples of a bundle, asked through every door and in every form of a request."""
+"""The golden examples of a bundle, asked through every door."""
 
 import json
 
@@ -39,112 +39,71 @@ def client(process):
 
 @pytest.fixture(scope="module")
 def image(bundle):
-    return url_of(bundle / "golden" / "traffic-0.png")
-
-
-def url_of(file):
-    return data_url(file.read_bytes())
+    return data_url((bundle / "golden" / "traffic-0.png").read_bytes())
 
 
 def text(words):
     return {"type": "text", "text": words}
 
 
-def forms(image, words):
-    """Conversations about an image with other words than the domain's, by name."""
+def turns(image, *parts):
+    """A conversation whose last turn says these parts, after others about an image."""
     picture = {"type": "image_url", "image_url": {"url": image}}
-    other = {"role": "user", "content": [text("Describe this."), picture]}
-    return {
-        "alone": [{"role": "user", "content": [picture]}],
-        "text first": [{"role": "user", "content": [text(words), picture]}],
-        "image first": [{"role": "user", "content": [picture, text(words)]}],
-        "around": [{"role": "user", "content": [text(words), picture, text("Thank you.")]}],
-        "system": [{"role": "system", "content": "You are a pirate."},
-                   {"role": "user", "content": [picture, text(words)]}],
-        "developer": [{"role": "developer", "content": "Answer in JSON."},
-                      {"role": "user", "content": [picture]}],
-        "turns": [other, {"role": "assistant", "content": "A street."},
-                  {"role": "user", "content": [text(words), picture]}],
-        "follow-up": [{"role": "user", "content": [picture]},
-                      {"role": "assistant", "content": None},
-                      {"role": "user", "content": words}],
-    }  # fmt: skip
+    return [
+        {"role": "system", "content": "You are a pirate."},
+        {"role": "user", "content": [text("Describe this."), picture]},
+        {"role": "assistant", "content": "A street."},
+        {"role": "user", "content": [picture if part is image else text(part) for part in parts]},
+    ]
 
 
-def test_golden_boxes_hold_in_every_form_of_a_chat(client, bundle):
+def test_golden_boxes_hold_through_every_door(client, process, bundle):
     examples = json.loads((bundle / GOLDEN).read_text())
-    assert len(examples) == 2
-    assert all(example["expected"] for example in examples)
+    assert len(examples) == 2 and all(example["expected"] for example in examples)
     for example in examples:
-        found = forms(url_of(bundle / example["image"]), "What do you see in this picture?")
-        for name, messages in found.items():
-            for stream in (False, True):
-                answer = client.chat.completions.create(
-                    model=example["domain"], messages=messages, stream=stream
-                )
-                block = list(answer)[-1].valora if stream else answer.valora
-                (seen,) = block["images"]
-                assert BoxesResult.matches(seen["detections"], example["expected"], 0.2), name
-                assert bool(block["warnings"]) == (name != "alone"), name
-
-
-def test_golden_boxes_hold_through_the_other_doors(client, process, bundle):
-    for example in json.loads((bundle / GOLDEN).read_text()):
-        url, expected = url_of(bundle / example["image"]), example["expected"]
-        body = httpx.post(
-            f"{process.url}/v1/vision/{example['domain']}",
-            json={"images": [url], "prompt": "What is it?"}, timeout=60,
-        ).json()  # fmt: skip
-        assert BoxesResult.matches(body["results"][0]["detections"], expected, 0.2)
-        assert body["warnings"]
+        url, model = data_url((bundle / example["image"]).read_bytes()), example["domain"]
+        body = {"images": [url], "prompt": "What is it?"}
+        looked = httpx.post(f"{process.url}/v1/vision/{model}", json=body, timeout=60).json()
+        asked = {"model": model, "messages": turns(url, "What is it?", url, "Thank you.")}
         content = [{"type": "input_text", "text": "What is it?"},
                    {"type": "input_image", "image_url": url, "detail": "auto"}]  # fmt: skip
-        answer = client.responses.create(
-            model=example["domain"], input=[{"role": "user", "content": content}],
-            instructions="You are a pirate.",
-        )  # fmt: skip
-        (seen,) = answer.valora["images"]
-        assert BoxesResult.matches(seen["detections"], expected, 0.2)
+        responses = client.responses.create(
+            model=model, input=[{"role": "user", "content": content}], instructions="Be kind."
+        )
+        for said in (
+            looked | {"images": looked["results"]},
+            responses.valora,
+            client.chat.completions.create(**asked).valora,
+            [*client.chat.completions.create(**asked, stream=True)][-1].valora,
+        ):
+            (seen,) = said["images"]
+            assert BoxesResult.matches(seen["detections"], example["expected"], 0.2)
+            assert said["warnings"]
 
 
 @pytest.mark.parametrize(
     ("domain", "question", "words"),
     [("facts", "is it red?", "is it red?"), ("find", "locate the star", "the star")],
 )
-def test_a_question_is_kept_in_every_form(client, process, domain, question, words, image):
-    body = httpx.post(
-        f"{process.url}/v1/vision/{domain}", json={"images": [image], "prompt": question},
-        timeout=60,
-    ).json()  # fmt: skip
-    expected = body["results"][0]["confidences"]
-    found = forms(image, words)
-    for name in ("text first", "image first", "system", "turns", "follow-up"):
-        answer = client.chat.completions.create(model=domain, messages=found[name])
-        assert answer.valora["confidences"] == pytest.approx(expected, abs=1e-4), name
-    other = client.chat.completions.create(
-        model=domain, messages=forms(image, "is it a blue ring?")["text first"]
-    )
-    assert other.valora["confidences"] != pytest.approx(expected, abs=1e-4)
-    for name in ("alone", "developer"):
-        with pytest.raises(openai.BadRequestError, match="send the question as text"):
-            client.chat.completions.create(model=domain, messages=found[name])
+def test_a_question_is_kept(client, process, domain, question, words, image):
+    body = {"images": [image], "prompt": question}
+    looked = httpx.post(f"{process.url}/v1/vision/{domain}", json=body, timeout=60).json()
+    expected = pytest.approx(looked["results"][0]["confidences"], abs=1e-4)
+    for parts in ((words, image), (image, words), (words,), ("is it blue?", image)):
+        answer = client.chat.completions.create(model=domain, messages=turns(image, *parts))
+        assert (answer.valora["confidences"] == expected) == (words in parts), parts
 
 
 def test_a_caption_does_not_depend_on_the_order(client, image):
-    picture = {"type": "image_url", "image_url": {"url": image}}
-
-    def ask(*parts, **more):
-        return client.chat.completions.create(
-            model="caption", messages=[{"role": "user", "content": list(parts)}], max_tokens=12,
-            **more,
-        )  # fmt: skip
-
-    alone = ask(picture).choices[0].message.content
-    assert ask(text("Describe the image."), picture).choices[0].message.content == alone
-    answer = ask(picture, text("Describe the image."))
-    assert answer.choices[0].message.content == alone
-    assert answer.valora["warnings"] == []
-    assert "another text" in ask(text("Say it."), picture).valora["warnings"][0]
+    picture, said = {"type": "image_url", "image_url": {"url": image}}, text("Describe the image.")
+    answers = [
+        client.chat.completions.create(
+            model="caption", messages=[{"role": "user", "content": parts}], max_tokens=12
+        )
+        for parts in ([picture], [said, picture], [picture, said])
+    ]
+    assert len({answer.choices[0].message.content for answer in answers}) == 1
+    assert [answer.valora["warnings"] for answer in answers] == [[]] * 3
 
 
 def test_embeddings_and_tools_of_the_real_engine(client, image):

@@ -7,7 +7,7 @@ import threading
 import time
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import CHAT, ask, begin, chat, encoded, picture, serving, until
+from tests.support.http_helpers import PNG, ask, begin, chat, head, serving, until
 from valora_serve.server.app import SmallReads
 
 LONG = {"max_tokens": 100_000, "ignore_eos": True}
@@ -50,17 +50,13 @@ def test_requests_that_do_not_finish_in_time_get_a_503(monkeypatch):
 
     engine, reading = FakeEngine(step=0.02, slots=1), threading.Event()
     with serving(engine, drain_seconds=0.2) as server:
-        monkeypatch.setattr(server.app.state.context.media, "image", never)
+        monkeypatch.setattr(server.context.media, "image", never)
         socks = [begin(server, chat(**LONG))]
         until(lambda: engine.running)
         socks.append(begin(server, chat(**LONG)))
         until(lambda: engine.waiting)
-        socks.append(socket.create_connection(("127.0.0.1", server.port)))
-        socks[-1].sendall(
-            b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: localhost\r\n"
-            b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
-        )
-        socks.append(begin(server, chat(url=f"data:image/png;base64,{encoded(picture()).hex()}")))
+        socks.append(begin(server, head(1000) + b"{"))
+        socks.append(begin(server, chat(url=f"data:image/png;base64,{PNG.hex()}")))
         assert reading.wait(10)
         server.server.should_exit = True
         for sock in socks:

@@ -1,12 +1,11 @@
 """What a request asks a domain, in all the forms that a request can have."""
 
 from dataclasses import replace
-from itertools import permutations
 
 import pytest
 
 from valora_serve.errors import ImageError, RequestError
-from valora_serve.server.api.domain_prompt import as_measured, check_measured_media, question_of
+from valora_serve.server.api.domain_prompt import as_measured, check_measured_media
 from valora_serve.server.api.schema import ChatRequest
 from valora_serve.types import ServedModel
 
@@ -22,6 +21,7 @@ ACTION = ServedModel(
 )
 CAPTION = ServedModel("caption", "domain", "b", prompt="describe it.", media="images", images=1)
 PLACE = ServedModel("place", "domain", "b", prompt="locate {}", prompted=True, media="images")
+THERE = replace(PLACE, prompt="is there {}?")
 MOOD = ServedModel("mood", "domain", "b", head="yes_no", prompt="{}", prompted=True, media="text")
 WRITTEN = replace(MOOD, head=None, prompt="How? {}")
 ADAPTER = ServedModel("b/one", "adapter", "b")
@@ -98,6 +98,11 @@ LOCATE, CAPTIONED = [("user", "locate the dog", "data:,1")], [("user", "describe
         (PLACE, [user(IMAGE, "the dog")], LOCATE, []),
         (PLACE, [user(IMAGE, "Locate  the dog")], LOCATE, []),
         (PLACE, [user(" locate the dog ", IMAGE)], LOCATE, []),
+        (PLACE, [user("located left")], [("user", "locate located left")], ["no image"]),
+        *((THERE, [user(words)], [("user", asked)], ["no image"]) for words, asked in (
+            ("a dog", "is there a dog?"), ("Is there a dog?", "is there a dog?"),
+            ("is there", "is there is there?"),
+        )),
         (WRITTEN, [user("Is it fine?")], [("user", "How? Is it fine?")], []),
         (WRITTEN, [BRIEF, user("Fine?")], [("system", "Be brief."), ("user", "How? Fine?")],
          ["measured with its prompt ('How? {}') alone"]),
@@ -128,12 +133,6 @@ def test_what_is_asked(model, turns, seen, warned):
         assert "'detect person'" in warnings[0]
 
 
-def test_every_order_of_the_parts_gives_the_same_prompt():
-    turns = [user("Anyone?"), BRIEF, user(IMAGE), user("Count them", "please")]
-    for order in permutations(turns):
-        assert ask(PERSON, *order)[0] == MEASURED
-
-
 def test_without_its_head_a_domain_is_asked_like_one_that_writes():
     found, warnings = ask(PERSON, BRIEF, user(IMAGE, "y"), head=False)
     assert found == [("system", "Be brief."), ("user", "y", "data:,1")]
@@ -154,19 +153,6 @@ def test_without_its_head_a_domain_is_asked_like_one_that_writes():
 def test_what_cannot_be_asked(model, turns, message):
     with pytest.raises(RequestError, match=message):
         ask(model, *turns)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "words", "asked"),
-    [
-        ("locate {}", "located left", "locate located left"),
-        ("is there {}?", "a dog", "is there a dog?"),
-        ("is there {}?", "Is there a dog?", "is there a dog?"),
-        ("is there {}?", "is there", "is there is there?"),
-    ],
-)
-def test_words_that_only_begin_like_the_prompt_are_not_cut(prompt, words, asked):
-    assert question_of(replace(PLACE, prompt=prompt), words, head=False)[0] == asked
 
 
 @pytest.mark.parametrize(

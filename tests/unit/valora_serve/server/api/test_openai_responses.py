@@ -1,8 +1,5 @@
 """The responses endpoint, asked with OpenAI's client, over the fake engine."""
 
-import openai
-import pytest
-
 from tests.support.fake_engine import WORDS
 
 
@@ -93,11 +90,3 @@ def test_fields_that_change_nothing_are_taken(client):
     )  # fmt: skip
     assert answer.status == "completed"
     assert not answer.store
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_errors_before_the_answer_have_a_status(client, stream):
-    with pytest.raises(openai.NotFoundError):
-        ask(client, model="nobody", stream=stream)
-    with pytest.raises(openai.BadRequestError, match="send one in a user message"):
-        ask(client, model="scene", stream=stream)

@@ -11,32 +11,29 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from tests.support.http_helpers import chat
 
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "description": "weather at a place",
-        "parameters": {
-            "type": "object",
-            "properties": {"unit": {"enum": ["C", "F"]}, "place": {"$ref": "#/$defs/place"}},
-            "required": ["unit", "place"],
-            "additionalProperties": False,
-            "$defs": {"place": {"enum": ["Bern", "Rome"]}},
-        },
-        "strict": True,
+
+def function(name="f", **more):
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+WEATHER = function(
+    "weather",
+    description="weather at a place",
+    parameters={
+        "type": "object",
+        "properties": {"unit": {"enum": ["C", "F"]}, "place": {"$ref": "#/$defs/place"}},
+        "required": ["unit", "place"],
+        "additionalProperties": False,
+        "$defs": {"place": {"enum": ["Bern", "Rome"]}},
     },
-}
-STOP = {"type": "function", "function": {"name": "stop"}}
-NAMED = {"type": "function", "function": {"name": "weather"}}
+    strict=True,
+)
+STOP, NAMED = function("stop"), function("weather")
 BERN = '{"unit": "C", "place": "Bern"}'
 
 
 def called(name="weather", arguments=BERN):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
-
-
-def function(name="f", **more):
-    return {"type": "function", "function": {"name": name, **more}}
 
 
 def ask(client, **more):
@@ -93,7 +90,16 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("script", "more", "content", "calls"), ANSWERS)
+SCHEMA = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"],
+          "additionalProperties": False}  # fmt: skip
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+FORMED = {"tools": [WEATHER], "response_format": FORM}
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "content", "calls"),
+    [*ANSWERS, ("{", FORMED, '{"a":"b"}', []), (called(), FORMED, None, TWO[:1])],
+)
 def test_chat_answers_with_text_or_calls(server, client, script, more, content, calls):
     options = {"tools": [WEATHER, STOP], "n": 2, "logprobs": True, **more}
     streamed = ChatCompletionStreamState()
@@ -181,16 +187,6 @@ def test_what_is_cut_off_ends_by_length(server, client, limit):
     for (name, arguments), (wanted, full) in zip(calls, TWO, strict=False):
         assert name == wanted
         assert full.startswith(arguments)
-
-
-def test_with_a_format_the_text_follows_it(server, client):
-    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"],
-              "additionalProperties": False}  # fmt: skip
-    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    for script, wanted in (("{", ('{"a":"b"}', [])), (called(), (None, TWO[:1]))):
-        with scripted(server, script):
-            answer = ask(client, tools=[WEATHER], response_format=form).choices[0]
-        assert of(answer.message) == wanted
 
 
 @pytest.mark.parametrize(

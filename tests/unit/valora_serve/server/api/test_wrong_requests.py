@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from tests.support.http_helpers import CHAT, chat, data_url, encoded, picture, refused
+from tests.support.http_helpers import CHAT, PNG_URL, chat, data_url, refused
 from tests.unit.valora_serve.server.api.test_tools import NAMED, STOP, function
 
-GOOD = data_url(encoded(picture()))
 WRONG = {
     CHAT: (chat("x"), [
         ({"messages": []}, "messages: "), ({"temprature": 1}, "temprature: "),
@@ -46,11 +45,10 @@ WRONG = {
         ({"tools": [STOP, STOP], "tool_choice": "required"}, "twice"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type: Input"),
         ({"tools": [{"type": "function"}]}, "tools.0.function: Field required"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "name"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters":
-          {"type": "string"}}}], "tool_choice": "required"}, "an object"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters":
-          {"properties": {"x": {"type": "y"}}}}}], "tool_choice": "required"}, "schema"),
+        ({"tools": [function("a b")]}, "name"),
+        *(({"tools": [function(parameters=given)], "tool_choice": "required"}, said)
+          for given, said in (({"type": "string"}, "an object"),
+                              ({"properties": {"x": {"type": "y"}}}, "schema"))),
         ({"tools": [STOP], "tool_choice": "required", "model": "person"}, "calls no tools"),
         ({"functions": ["f"]}, "send tools"), ({"function_call": "f"}, "send tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities.1: Input should be 'text'"),
@@ -59,6 +57,20 @@ WRONG = {
         ({"moderation": {"model": "x"}}, "moderation"),
         ({"messages": [{"role": "user", "content": None}]}, "content is null"),
         ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "content is null"),
+        *(({"model": "d", **chat(url=PNG_URL), **given}, said) for given, said in (  # a bundle
+            ({"stream": True}, "leave out stream,"), ({"n": 2}, "leave out n,"),
+            ({"logprobs": True, "top_logprobs": 2}, "leave out logprobs, top_logprobs,"),
+            ({"top_logprobs": 2}, "leave out top_logprobs,"),
+            ({"response_format": {"type": "json_object"}}, "leave out response_format,"),
+            ({"valora": {"head": False}}, "leave out valora.head,"),
+            ({"valora": {"adapters": [{"name": "adapter-1"}]}}, "leave out valora.adapters,"),
+            ({"tools": [function()]}, "leave out tools,"),
+            ({"stop": ["a"] * 17}, "List should have at most 16 items"),
+            ({"stream_options": {}}, "set stream"),
+            ({"modalities": ["audio"]}, "modalities.0: Input should be 'text'"),
+            ({"audio": {}}, "audio: not served"),
+            ({"function_call": {"name": "f"}}, "send tool_choice"),
+        )),
     ]),
     "/v1/completions": ({"prompt": "a"}, [
         ({"prompt": []}, ""), ({"prompt": ""}, ""), ({"prompt": [""]}, ""),
@@ -84,13 +96,16 @@ WRONG = {
     ]),
     "/v1/vision/person": ({}, [
         ({}, "Send images"), ({"images": []}, "images"), ({"images": "x"}, "images"),
-        ({"images": [GOOD] * 100}, "images"), ({"frames": [GOOD] * 1000}, "frames"),
-        ({"images": [GOOD], "video": GOOD}, "video"),
-        ({"images": [GOOD], "min_score": 2}, "min_score"),
-        ({"images": [GOOD], "deadline": 0}, "deadline"), ({"image": GOOD}, "image"),
+        ({"images": [PNG_URL] * 100}, "images"), ({"frames": [PNG_URL] * 1000}, "frames"),
+        ({"images": [PNG_URL], "video": PNG_URL}, "video"),
+        ({"images": [PNG_URL], "min_score": 2}, "min_score"),
+        ({"images": [PNG_URL], "deadline": 0}, "deadline"), ({"image": PNG_URL}, "image"),
         ({"images": ["data:image/png;base64,!"]}, "base64"), ({"images": ["/etc/passwd"]}, "URL"),
         ({"images": [data_url(b"no image")]}, "image"),
-        ({"images": [GOOD], "max_tokens": 1.5}, "max_tokens"),
+        ({"images": [PNG_URL], "max_tokens": 1.5}, "max_tokens"),
+    ]),
+    "/v1/vision": ({"images": [PNG_URL]}, [
+        ({"domains": given}, "domains") for given in (None, [], "person", 3, {}, [3], ["x"] * 1001)
     ]),
     "/v1/embeddings": ({"model": "tiny"}, [
         ({}, "Send input"), ({"input": ""}, "empty"), ({"input": []}, "empty"),
@@ -102,6 +117,8 @@ WRONG = {
         ({"input": [5000]}, "token"), ({"input": "x", "inputs": "y"}, "inputs"),
     ]),
     "/v1/responses": ({"model": "tiny", "input": "x"}, [
+        ({"model": "scene"}, "send one in a user message"),
+        ({"model": "scene", "stream": True}, "send one in a user message"),
         ({"previous_response_id": "resp_1"}, "send the whole conversation"),
         ({"conversation": "conv_1"}, "send the whole conversation"),
         ({"prompt": {"id": "p"}}, "keeps no prompts"), ({"background": True}, "background"),
@@ -114,12 +131,11 @@ WRONG = {
         ({"input": [{"type": "function_call", "name": "f"}]}, "arguments"),
         ({"input": [{"type": "reasoning", "id": "r", "summary": []}]}, "only reasoning"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type: Say what"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
-         "content.0.type: Say what it is: 'text'"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
-         "image_url"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image",
-            "image_url": {"detail": "low"}}]}]}, "an object with it as"),
+        *(({"input": [{"role": "user", "content": [part]}]}, said) for part, said in (
+            ({"type": "input_file", "file_id": "x"}, "content.0.type: Say what it is: 'text'"),
+            ({"type": "input_image", "file_id": "x"}, "image_url"),
+            ({"type": "input_image", "image_url": {"detail": "low"}}, "an object with it as"),
+        )),
         ({"input": []}, "input"), ({"input": ""}, "no text"), ({"input": [5]}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "put schema"),
         ({"max_output_tokens": 0}, "max_output_tokens"), ({"temprature": 1}, "temprature"),
@@ -142,3 +158,10 @@ def test_wrong_requests_are_400_and_say_why(server, path, more, said):
         assert error["code"] == "invalid_request"
         assert error["message"].startswith(f"{error['param']}: ")
         assert "tagged-union" not in error["param"]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_unknown_models_are_404_before_a_stream_begins_with_the_known_ones(server, path, stream):
+    body = WRONG[path][0] | {"model": "persn", "stream": stream}
+    assert refused(server.client.post(path, json=body), 404, "person") == "model_not_found"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.http_helpers import data_url, encoded, picture
+from tests.support.http_helpers import PNG, data_url, encoded, picture
 from tests.support.http_helpers import read_media as read
 from tests.support.media_files import images, png, scans, videos
 from tests.support.videos import video_file
@@ -114,7 +114,7 @@ def test_memory_is_known_before_anything_is_decoded(tmp_path):
     rgb, cmyk = large.convert("RGB"), large.convert("RGB").convert("CMYK")
     full = {"subsampling": 0, "quality": 90}
     cases = {
-        "small.png": encoded(picture()),
+        "small.png": PNG,
         "a.png": encoded(large, compress_level=1, exif=exif), "b.png": png(1200, 900, 16, 6),
         "c.png": png(1200, 900, 1), "a.webp": encoded(large, "WEBP", method=0, exif=exif),
         "b.webp": encoded(rgb.resize((600, 500)), "WEBP", lossless=True, method=0),
@@ -157,15 +157,25 @@ def test_a_video_and_its_frames_share_the_memory(tmp_path):
         measure_video(file, replace(LIMITS, memory=frames))
 
 
-def test_what_is_no_image_is_refused():
+def test_what_is_no_image_or_video_is_refused(tmp_path):
+    good = video_file(tmp_path / "a.mp4").read_bytes()
+    playlist = (
+        b"#EXTM3U\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:10.0,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
+    )
+    concat = b"ffconcat version 1.0\nfile '/etc/passwd'\n"
     for content in (
         b"", b"x", b"<svg xmlns='http://www.w3.org/2000/svg'/>", b"%PDF-1.4", b"PK\x03\x04",
-        encoded(picture())[:60], encoded(picture(400, 400), "JPEG")[:50],
+        PNG[:60], encoded(picture(400, 400), "JPEG")[:50],
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", encoded(picture(), "TIFF"),
-        encoded(picture(), "ICO"),
+        encoded(picture(), "ICO"), playlist, concat, good[:100], b"\0\0\0\x18ftyp" + b"\0" * 500,
+        b"\x1aE\xdf\xa3" + b"\xff" * 300, b"RIFF\0\0\0\0AVI " + b"\0" * 99,
     ):  # fmt: skip
         with pytest.raises(ImageError):
             read(data_url(content))
+        with pytest.raises(ImageError):
+            sampled(content)
+    with pytest.raises(ImageError):
+        sampled(PNG)
 
 
 # Videos
@@ -192,20 +202,6 @@ def test_video_limits(tmp_path):
         sampled(content, seconds=-1.0)
     with pytest.raises(ImageError, match="together"):
         read(data_url(content, "video/mp4"), "video", max_request_pixels=64 * 48 * 7)
-
-
-def test_what_is_no_video_is_refused(tmp_path):
-    good = video_file(tmp_path / "a.mp4").read_bytes()
-    playlist = (
-        b"#EXTM3U\n#EXT-X-MEDIA-SEQUENCE:0\n#EXTINF:10.0,\nfile:///etc/passwd\n#EXT-X-ENDLIST\n"
-    )
-    concat = b"ffconcat version 1.0\nfile '/etc/passwd'\n"
-    for content in (
-        b"", playlist, concat, encoded(picture()), good[:100], b"\0\0\0\x18ftyp" + b"\0" * 500,
-        b"\x1aE\xdf\xa3" + b"\xff" * 300, b"PK\x03\x04", b"RIFF\0\0\0\0AVI " + b"\0" * 99,
-    ):  # fmt: skip
-        with pytest.raises(ImageError):
-            sampled(content)
 
 
 def test_a_decoder_of_videos_that_cannot_be_imported_is_said(monkeypatch):

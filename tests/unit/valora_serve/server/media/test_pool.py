@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.support.cases import others_slow
-from tests.support.http_helpers import encoded, picture, until
+from tests.support.http_helpers import PNG, encoded, picture, until
 from tests.support.media_files import scans
 from valora_serve.errors import ImageError, OverloadedError, ServeError
 from valora_serve.server.media import decode
@@ -62,8 +62,7 @@ def test_many_at_once_and_processes_that_are_killed_while_they_are_idle(pool):
     assert len(workers) == 2
     for pid in workers:
         os.kill(pid, signal.SIGKILL)
-    good = encoded(picture())
-    assert all(isinstance(found, list) for found in decoded(pool, job(good), job(good)))
+    assert all(isinstance(found, list) for found in decoded(pool, job(PNG), job(PNG)))
 
 
 def test_a_process_that_is_killed_while_it_decodes(pool, slow):
@@ -76,9 +75,9 @@ def test_a_process_that_is_killed_while_it_decodes(pool, slow):
         os.kill(task.worker_id, signal.SIGSEGV)
         with pytest.raises(ImageError, match="decoder gave up"):
             await one
-        return await pool.decode(job(encoded(picture())), 60)
+        return await pool.decode(job(PNG), 60)
 
-    decoded(pool, job(encoded(picture())))
+    decoded(pool, job(PNG))
     assert asyncio.run(run())[0].size == (40, 20)
 
 
@@ -89,7 +88,7 @@ def test_a_decode_that_takes_too_long_holds_no_place(pool, slow, limit, wait, la
     """Another one is decoded then, or refused where it may not wait as long."""
     began = time.monotonic()
     jobs = [job(slow, replace(LIMITS, seconds=limit)) for _ in range(2)]
-    *late, found = decoded(pool, *jobs, job(encoded(picture())), wait=wait)
+    *late, found = decoded(pool, *jobs, job(PNG), wait=wait)
     assert [type(error) for error in late] == [ImageError] * 2
     assert all(f"longer than {limit} s" in str(error) for error in late)
     assert isinstance(found, last)
@@ -111,7 +110,7 @@ def test_the_server_may_refuse_a_size(pool, error):
         asked.append(count)
         raise error
 
-    found = decoded(pool, job(encoded(picture()), take=refuse))
+    found = decoded(pool, job(PNG, take=refuse))
     assert isinstance(found[0], type(error))
     assert asked == [800]
     assert decoded(pool, job(encoded(picture(7, 5))))[0][0].size == (7, 5)
@@ -150,11 +149,11 @@ def test_memory_is_shared(pool):
 def test_a_pool_that_cannot_start_processes(monkeypatch):
     pool = DecodePool(1)
     monkeypatch.setattr(decode, "begin", len)  # fails, as it takes an argument
-    [error] = decoded(pool, job(encoded(picture())))
+    [error] = decoded(pool, job(PNG))
     assert isinstance(error, ServeError)
     assert "log" in str(error) or "memory" in str(error)
     monkeypatch.undo()
-    assert decoded(pool, job(encoded(picture())))[0][0].size == (40, 20)
+    assert decoded(pool, job(PNG))[0][0].size == (40, 20)
 
 
 ENDS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, None]

@@ -57,7 +57,7 @@ def test_pixels_are_given_back_when_a_request_ends():
     engine = FakeEngine(step=0.02)
     urls = [data_url(encoded(picture(50, 50)))] * 3
     with serving(engine, max_held_pixels=3 * 2500) as server:
-        media = server.app.state.context.media
+        media = server.context.media
         for body in ({"images": urls}, {"images": [*urls, *urls]}, {"images": [urls[0], "data:x"]}):
             server.client.post("/v1/vision/person", json=body)
             until(lambda: media.held == 0)
@@ -75,13 +75,12 @@ def test_a_client_that_leaves_while_its_image_is_decoded():
     """Its place and its pixels are free soon; others are answered meanwhile."""
     slow = scans(encoded(Image.new("RGB", (3000, 3000)), "JPEG", progressive=True), 2000)
     with serving(FakeEngine(), decode_seconds=20.0) as server:
-        media = server.app.state.context.media
+        media = server.context.media
         socks = [begin(server, chat(url=data_url(slow))) for _ in range(4)]
         until(lambda: media.held >= 2 * 9 * 10**6)
         small = {"images": [data_url(encoded(picture()))]}
         late = server.client.post("/v1/vision/person", json=small | {"deadline": 0.3})
-        assert late.status_code == 504
-        assert "deadline" in late.json()["error"]["message"]
+        assert late.status_code == 504 and "deadline" in late.json()["error"]["message"]
         for sock in socks:
             sock.close()
         until(lambda: media.held == 0, 15)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import ADMIN, adapter, refused, serving, until
+from tests.support.http_helpers import ADMIN, CHAT, adapter, chat, refused, serving, until
 from valora_data.contract.files import UnreadableError
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving import sources
@@ -93,8 +93,7 @@ def gated(monkeypatch):
 def test_a_request_loads_what_it_names(place):
     with serving(**settings(place)) as server:
         assert ask(server, "cars-1").json()["model"] == "cars-1"
-        chat = {"model": "team/plates", "messages": [{"role": "user", "content": "x"}]}
-        answer = server.client.post("/v1/chat/completions", json=chat)
+        answer = server.client.post(CHAT, json=chat(model="team/plates"))
         assert answer.json()["model"] == "team/plates"
         embedded = server.client.post("/v1/embeddings", json={"model": "cars-2", "input": "x"})
         assert embedded.status_code == 200
@@ -127,10 +126,18 @@ def test_what_is_not_loaded_is_refused_in_a_sentence(place, monkeypatch):
     (store / "cars-none").mkdir()
     more = {"adapter_allow": ("cars-*",), "adapter_bytes": 4000, "adapter_cache_bytes": 9000}
     with serving(**settings(place, **more)) as server:
-        names = ("private", "../outside", "cars-/../../outside", "cars-1/", "cars-\n", "CARS-1")
-        for name in names:
-            assert refused(ask(server, name), 404, "There is no model") == "model_not_found"
         for name, status, *words in (
+            *(
+                (name, 404, "There is no model")
+                for name in (
+                    "private",
+                    "../outside",
+                    "cars-/../../outside",
+                    "cars-1/",
+                    "cars-\n",
+                    "CARS-1",
+                )
+            ),
             ("cars-none", 404, f"({CONFIG} and {WEIGHTS}): put it there"),
             ("cars-9", 404, "no source of adapters has it"),
             ("cars-link", 400, "link that leads out"),
@@ -139,7 +146,8 @@ def test_what_is_not_loaded_is_refused_in_a_sentence(place, monkeypatch):
             ("cars-other", 400, "another, not for tiny"),
             ("cars-pickle", 400, "a pickle", "its save_pretrained writes"),
         ):
-            refused(ask(server, name), status, *words)
+            code = refused(ask(server, name), status, *words)
+            assert (code == "model_not_found") == (status == 404)
         assert not {"private", "cars-link", "cars-9", "cars-other"} & set(cards(server))
         found = metric(server, "valora_adapter_resolutions_total")
         assert found['valora_adapter_resolutions_total{resolver="file",result="refused"}'] == 5
@@ -174,7 +182,7 @@ def test_of_other_files_only_the_model_s_configuration_is_fetched(place):
             labels.unlink()
         with serving(**settings(place)) as server:
             assert ask(server, "cars-1").status_code == 200
-            served = server.app.state.context.on_request.cache.entries()[0].folder
+            served = server.context.on_request.cache.entries()[0].folder
             expected = {*FILES, "config.json"} if there else {*FILES}
             assert {file.name for file in served.iterdir()} == expected
 
@@ -193,7 +201,7 @@ def test_what_nothing_foresees_is_refused_and_remembered(error, place, monkeypat
             answer = ask(server, "cars-1")
             refused(answer, 400, f"Adapter cars-1 cannot be loaded ({type(error).__name__})")
         assert asked == ["cars-1"]
-        kept = server.app.state.context.on_request._failed["cars-1"][1]
+        kept = server.context.on_request._failed["cars-1"][1]
         assert kept.__cause__ is kept.__traceback__ is kept.__context__ is None  # and their frames
 
 
@@ -202,7 +210,7 @@ def test_one_download_for_all_that_wait(place, gated):
         with ThreadPoolExecutor(6) as pool:
             asked = [pool.submit(ask, server, "cars-7") for _ in range(6)]
             assert gated.reading.wait(10)
-            loader = server.app.state.context.on_request
+            loader = server.context.on_request
             until(lambda: loader._users["cars-7"] == 6)
             gated.gate.set()
             assert [one.result().status_code for one in asked] == [200] * 6
@@ -213,7 +221,7 @@ def test_one_download_for_all_that_wait(place, gated):
 def test_a_name_that_failed_is_not_asked_again_at_once(place, gated):
     gated.fail = ConnectionError("no route to bucket-of-secrets")
     with serving(**slow(place)) as server:
-        loader = server.app.state.context.on_request
+        loader = server.context.on_request
         now = [100.0]
         loader._now = lambda: now[0]
         for _ in range(3):
@@ -245,7 +253,7 @@ def test_deadline_and_disconnect_leave_the_load_to_the_next_request(place, gated
     with serving(**slow(place)) as server:
         late = ask(server, "cars-7", valora={"deadline": 0.05})
         refused(late, 504, "passed while adapter cars-7 was loaded")
-        until(lambda: not server.app.state.context.on_request._users)
+        until(lambda: not server.context.on_request._users)
         gated.gate.set()
         assert ask(server, "cars-7").status_code == 200
         assert gated.found == ["cars-7"] * 2
@@ -272,8 +280,7 @@ def test_the_least_recently_used_adapter_is_unloaded(place):
     with serving(**settings(place, max_found_adapters=2)) as server:
         for name in ("cars-1", "cars-2", "cars-1", "cars-3"):
             assert ask(server, name).status_code == 200
-        names = {m.name for m in server.engine.models()}
-        assert names & {"cars-1", "cars-2", "cars-3"} == {"cars-1", "cars-3"}
+        assert server.names & {"cars-1", "cars-2", "cars-3"} == {"cars-1", "cars-3"}
         waiting = cards(server)["cars-2"]
         assert (waiting["state"], waiting["resolver"]) == ("disk", "file")
         assert server.client.get("/v1/models/cars-2").json()["state"] == "disk"
@@ -285,27 +292,25 @@ def test_the_least_recently_used_adapter_is_unloaded(place):
 
 
 def test_adapters_in_use_stay(place):
-    engine = FakeEngine(step=0.02)
-    with serving(engine, **settings(place, max_found_adapters=1)) as server:
-        loader = server.app.state.context.on_request
-        body = {"model": "cars-1", "prompt": "x", "max_tokens": 10**6, "stream": True}
-        body["ignore_eos"] = True
-        with server.client.stream("POST", "/v1/completions", json=body) as answer:
+    with serving(FakeEngine(step=0.02), **settings(place, max_found_adapters=1)) as server:
+        loader = server.context.on_request
+        body = chat(model="cars-1", max_tokens=10**6, ignore_eos=True, stream=True)
+        with server.client.stream("POST", CHAT, json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
             refused(ask(server, "cars-2"), 429, "are in use")
         until(lambda: not loader._users)
         loader._failed.clear()
         assert ask(server, "cars-2").status_code == 200
-        assert "cars-1" not in {m.name for m in engine.models()}
+        assert "cars-1" not in server.names
 
 
 def test_an_adapter_that_comes_into_use_before_it_is_unloaded_stays(place):
     """Unloading waits for another load; a request, or a context, may need it meanwhile."""
-    engine = FakeEngine()
-    with serving(engine, **settings(place, max_found_adapters=1)) as server:
+    with serving(**settings(place, max_found_adapters=1)) as server:
         assert ask(server, "cars-1").status_code == 200
-        loader, lock = server.app.state.context.on_request, server.app.state.context.served._lock
+        loader, lock = server.context.on_request, server.context.served._lock
+        rules = ServedModel("rules", "domain", "d", adapter="cars-1")
         loop = server.server.servers[0].get_loop()
         for use in ("request", "context"):
             asyncio.run_coroutine_threadsafe(lock.acquire(), loop).result(20)
@@ -315,10 +320,10 @@ def test_an_adapter_that_comes_into_use_before_it_is_unloaded_stays(place):
                 if use == "request":
                     loader._users["cars-1"] += 1
                 else:
-                    engine._served["rules"] = ServedModel("rules", "domain", "d", adapter="cars-1")
+                    server.engine._served["rules"] = rules
                 loop.call_soon_threadsafe(lock.release)
                 refused(asked.result(20), 429, "are in use")
-            assert "cars-1" in {m.name for m in engine.models()}
+            assert "cars-1" in server.names
             del loader._users["cars-1"]
             loader._failed.clear()
         assert ask(server, "cars-1").status_code == 200
@@ -340,7 +345,7 @@ def test_a_request_for_what_is_being_unloaded_loads_it_again(place):
             second = pool.submit(ask, server, "cars-2")
             assert began.wait(20)
             first = pool.submit(ask, server, "cars-1")
-            until(lambda: "cars-1" in server.app.state.context.on_request._loading)
+            until(lambda: "cars-1" in server.context.on_request._loading)
             goes_on.set()
             assert second.result(20).status_code in (200, 404)
             assert first.result(20).status_code in (200, 429)
@@ -369,7 +374,7 @@ def test_a_damaged_or_deleted_cache_is_filled_again(place):
     name = "cars-" + "x" * 150
     adapter(place / "store" / name)
     with serving(**settings(place, max_found_adapters=1)) as server:
-        cache = server.app.state.context.on_request.cache
+        cache = server.context.on_request.cache
         for harm in (
             lambda folder: (folder / WEIGHTS).write_bytes(b"\1" * 8),
             lambda folder: shutil.rmtree(folder.parent),
@@ -384,8 +389,7 @@ def test_a_damaged_or_deleted_cache_is_filled_again(place):
 
 def test_what_an_administrator_unloads_gives_its_place_back(place):
     more = {"allow_runtime_loading": True, "api_key": ADMIN, "adapter_folder": str(place)}
-    with serving(**settings(place, max_found_adapters=1, **more)) as server:
-        server.client.headers["authorization"] = f"Bearer {ADMIN}"
+    with serving(key=ADMIN, **settings(place, max_found_adapters=1, **more)) as server:
         assert ask(server, "cars-1").status_code == 200
         gone = server.client.post("/v1/unload_lora_adapter", json={"lora_name": "cars-1"})
         assert gone.status_code == 200, gone.text

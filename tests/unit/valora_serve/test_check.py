@@ -115,13 +115,10 @@ def test_bundles_that_would_not_be_served(capsys, tmp_path):
         assert status == 1 and said in error and error.count("\n") == 1
 
 
-def nvcc_in(folder):
-    """A program of that name in `bin`; returns it."""
-    program = folder / "bin" / "nvcc"
-    program.parent.mkdir(parents=True)
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    return program
+def make_program(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a program is a file with a mode")
@@ -138,7 +135,7 @@ def nvcc_in(folder):
     ],
 )
 def test_nvcc(tmp_path, monkeypatch, variables, found):
-    nvcc_in(tmp_path / "with")
+    make_program(tmp_path / "with/bin/nvcc")
     (tmp_path / "without").mkdir()
     if Path("/usr/local/cuda/bin/nvcc").exists() and not variables:
         pytest.skip("there is a CUDA toolkit here")
@@ -160,9 +157,8 @@ def test_tools_that_are_missing(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHINFER_NVCC", str(empty / "nvcc"))
     monkeypatch.delenv("CXX", raising=False)
     assert toolkit.missing_tools() == ["nvcc", "c++", "ninja"]
-    for program in (own / "ninja", empty / "g++-14"):
-        program.write_text("#!/bin/sh\n")
-        program.chmod(0o755)
+    make_program(own / "ninja")
+    make_program(empty / "g++-14")
     monkeypatch.setenv("CXX", "g++-14")
     assert toolkit.missing_tools() == ["nvcc"]
     assert shutil.which("ninja") is None

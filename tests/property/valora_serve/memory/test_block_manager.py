@@ -144,8 +144,6 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def every_page_has_its_owners(self):
-        if not hasattr(self, "pool"):
-            return
         users = Counter(page for key in self.sequences for page in self.manager.table(key))
         held = Counter(page for pages in self.adapters for page in pages)
         assert all(count == 1 for count in held.values())
@@ -159,8 +157,6 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def tables_hold_what_was_computed(self):
-        if not hasattr(self, "pool"):
-            return
         for key, naive in self.sequences.items():
             for index in range(naive.computed // self.block):
                 page = self.manager.table(key)[index]
@@ -193,14 +189,6 @@ def cached(manager, tokens, *about, limit=None, **options):
     found = manager.open("?", SequencePages(tokens, *about, **options), limit)
     manager.close("?")
     return found
-
-
-def test_the_last_token_is_always_computed():
-    manager = BlockManager(PagePool(10), 2)
-    compute(manager, [1, 2, 3, 4])
-    assert cached(manager, [1, 2, 3, 4]) == 2
-    assert cached(manager, [1, 2, 3, 4, 5]) == 4
-    assert cached(manager, [1, 2, 3, 4, 5], limit=3) == 2
 
 
 CAT_AND_DOG = [ImageSpan(1, 3, b"cat"), ImageSpan(3, 5, b"dog")]

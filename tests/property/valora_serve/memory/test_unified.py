@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -309,8 +310,6 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def whatever_is_used_stays(self):
-        if not hasattr(self, "pool"):
-            return
         resident = self.resident()
         assert set(+self.pins) <= resident <= set(self.known)
         slots = [self.adapters.slot(key) for key in self.adapters.resident]
@@ -334,8 +333,6 @@ class Memory(RuleBasedStateMachine):
 
     @invariant()
     def slots_and_pages_hold_what_they_should(self):
-        if not hasattr(self, "pool"):
-            return
         for keys, _ in self.memory.kv:
             keys[self.kv] = 99.0  # as if somebody wrote to all pages of keys
         free = set(range(self.memory.slots))
@@ -371,27 +368,16 @@ def test_what_cannot_be_read_again_hits_only_itself():
     memory = make_memory(12, slots=2)
     adapters = AdapterMemory(memory, PagePool(12), host_bytes=0)
     good, bad = make_adapter({"q": 2}, 1), make_adapter({"q": 2}, 2)
-    answers = {"bad": lambda: memory.pack(good)}
-
-    def read_bad():
-        return answers["bad"]()
-
+    read = Mock(side_effect=[memory.pack(good), OSError("no such file"), memory.pack(bad)])
     adapters.add("good", memory.pack(good), lambda: memory.pack(good))
-    adapters.add("bad", memory.pack(bad), read_bad)
+    adapters.add("bad", memory.pack(bad), read)
     adapters.add("third", memory.pack(make_adapter({"q": 1}, 3)), lambda: memory.pack(bad))
     assert {"good", "bad"} <= adapters.dropped
     assert adapters.load("good")
-    with pytest.raises(AdapterError, match="was changed since"):
-        adapters.load("bad")
-
-    def missing():
-        raise OSError("no such file")
-
-    answers["bad"] = missing
-    with pytest.raises(AdapterError, match="cannot be read again: no such file"):
-        adapters.load("bad")
+    for said in ("was changed since", "cannot be read again: no such file"):
+        with pytest.raises(AdapterError, match=said):
+            adapters.load("bad")
     assert "bad" in adapters.dropped and not adapters.loading
-    answers["bad"] = lambda: memory.pack(bad)
     assert adapters.load("bad") and adapters.ready("bad")
     check_rows(memory, bad, adapters.slot("bad"))
     check_rows(memory, good, adapters.slot("good"))

@@ -53,20 +53,16 @@ def test_a_task_that_cannot_be_answered_hits_only_itself(tmp_path):
     head = read_head(detection(tmp_path, ["a"], 1), WIDTH)
     mean = read_head(linear(tmp_path, 3, 2, pooling="visual_mean"), WIDTH)
     good = HeadRequest(head, hidden(CELLS, 1), [(50, 60)])
-    results = run_heads(
-        [
-            HeadRequest(mean, hidden(0, 1)),
-            good,
-            HeadRequest(head, hidden(CELLS - 1, 1), [(50, 60)]),
-            HeadRequest(head, hidden(CELLS, 1), [(50, 60), (70, 80)]),
-            HeadRequest(mean, hidden(4, 1)),
-        ]
-    )
-    assert isinstance(results[0], RequestError) and "send an image" in str(results[0])
-    assert isinstance(results[2], RequestError) and "11 visual tokens" in str(results[2])
-    assert isinstance(results[3], RequestError) and "2 images" in str(results[3])
-    np.testing.assert_array_equal(results[1].logits, run_heads([good])[0].logits)
-    assert results[4].kind == "classification"
+    wrong = {
+        "send an image": HeadRequest(mean, hidden(0, 1)),
+        "11 visual tokens": HeadRequest(head, hidden(CELLS - 1, 1), [(50, 60)]),
+        "2 images": HeadRequest(head, hidden(CELLS, 1), [(50, 60), (70, 80)]),
+    }
+    found, *errors, other = run_heads([good, *wrong.values(), HeadRequest(mean, hidden(4, 1))])
+    assert all(isinstance(error, RequestError) for error in errors)
+    assert all(said in str(error) for said, error in zip(wrong, errors, strict=True))
+    np.testing.assert_array_equal(found.logits, run_heads([good])[0].logits)
+    assert other.kind == "classification"
     check_visual(head, 2 * CELLS, 2)
     with pytest.raises(RequestError, match="3 × 4 cells"):
         check_visual(head, 2 * CELLS, 1)

@@ -49,10 +49,7 @@ RANKS = {"a": 8, "b": 64, "c": 16}
 def test_terms_of_a_batch(mode, merged, batch, terms, work, ranks):
     shape = step_shape(mode, merged, batch, RANKS)
     assert (shape.terms, shape.work, shape.ranks) == (terms, work, ranks)
-
-
-def test_counts_of_a_batch():
-    shape = step_shape(Mode.UNMERGED, None, BATCH, RANKS)
+    shape = step_shape(mode, merged, BATCH, RANKS)
     assert (shape.decode, shape.prefill, shape.images) == (3, 12, 2)
     assert shape.kv_tokens == 11 + 21 + 31
     assert shape.pairs == 7 * (4 + 4) + 5 * (0 + 3)
@@ -79,18 +76,12 @@ def points(model, rng, n=150):
 
 def test_a_fit_finds_the_coefficients_again():
     rng = np.random.default_rng(0)
-    truth = replace(
-        H200_7B,
-        decode_seconds=tuple(
-            c * f for c, f in zip(H200_7B.decode_seconds, rng.uniform(0.3, 3, 9), strict=True)
-        ),
-        prefill_seconds=tuple(
-            c * f for c, f in zip(H200_7B.prefill_seconds, rng.uniform(0.3, 3, 12), strict=True)
-        ),
-    )
+    parts = {"decode_seconds": 9, "prefill_seconds": 12}
+    times = {n: getattr(H200_7B, n) * rng.uniform(0.3, 3, count) for n, count in parts.items()}
+    truth = replace(H200_7B, **{name: tuple(found) for name, found in times.items()})
     fitted = H200_7B.fit(points(truth, rng), machine="m", model="n", **BEYOND)
-    assert fitted.decode_seconds == pytest.approx(truth.decode_seconds, rel=1e-5, abs=1e-12)
-    assert fitted.prefill_seconds == pytest.approx(truth.prefill_seconds, rel=1e-5, abs=1e-12)
+    for name in parts:
+        assert getattr(fitted, name) == pytest.approx(getattr(truth, name), rel=1e-5, abs=1e-12)
     assert fitted.measured and fitted.error < 1e-8
 
 
@@ -129,14 +120,9 @@ def test_the_fit_knows_that_graphs_are_filled_up():
 
 
 def test_switches_and_loads():
-    fitted = H200_7B.fit(
-        [],
-        machine="m",
-        model="n",
-        merges=[(16, 0.003), (64, 0.006)],
-        unmerges=[0.002, 0.004, 0.0021],
-        loads=[(64, 0.01)],
-    )
+    merges, unmerges = [(16, 0.003), (64, 0.006)], [0.002, 0.004, 0.0021]
+    seen = {"merges": merges, "unmerges": unmerges, "loads": [(64, 0.01)]}
+    fitted = H200_7B.fit([], machine="m", model="n", **seen)
     assert fitted.switch(None, "a", 64) == pytest.approx(0.006)
     assert fitted.switch("b", "a", 16) == pytest.approx(0.003)
     assert fitted.switch("a", None) == pytest.approx(0.0021)
@@ -164,13 +150,8 @@ def test_saved_and_read_again(tmp_path):
 def test_damaged_files_say_what_to_do(tmp_path):
     path = H200_7B.save(tmp_path)
     good = json.loads(path.read_text())
-    for damage in (
-        "{",
-        "[]",
-        json.dumps({**good, "version": 99}),
-        json.dumps({**good, "unmerge_seconds": -1}),
-        json.dumps({**good, "decode_seconds": {}}),
-    ):
+    changes = ({"version": 99}, {"unmerge_seconds": -1}, {"decode_seconds": {}})
+    for damage in ("{", "[]", *(json.dumps(good | change) for change in changes)):
         path.write_text(damage)
         with pytest.raises(CostModelError, match=r"costs\.json.*delete it"):
             CostModel.read(path)

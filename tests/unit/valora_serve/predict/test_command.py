@@ -20,7 +20,7 @@ from valora_serve.types import Output, Request
 
 
 class Engine(FakeEngine):
-    """Counts what it was asked; `fails_after` requests it is interrupted."""
+    """Is interrupted after `fails_after` requests."""
 
     fails_after = None
 
@@ -31,21 +31,16 @@ class Engine(FakeEngine):
             yield output
 
 
-class Engines(list):
-    """The engines that the command has started; each is interrupted after some requests."""
-
-    fails_after = None
-
-    async def start(self, settings):
-        self.append(Engine())
-        self[-1].fails_after = self.fails_after
-        return self[-1]
-
-
 @pytest.fixture
 def engines(monkeypatch, tmp_path):
-    found = Engines()
-    monkeypatch.setattr("valora_serve.engine.start.start_engine", found.start)
+    """The engines that the command has started."""
+    found = []
+
+    async def start(_settings):
+        found.append(Engine())
+        return found[-1]
+
+    monkeypatch.setattr("valora_serve.engine.start.start_engine", start)
     monkeypatch.setattr(command, "short_pauses", contextlib.nullcontext)  # a collection takes 1 s
     bundle = tmp_path / "bundle"
     bundle.mkdir()
@@ -84,14 +79,14 @@ def test_every_domain_answers_every_file(engines, tmp_path, capsys):
     assert "person" in capsys.readouterr().err
 
 
-def test_an_interrupted_run_continues(engines, tmp_path, capsys):
-    engines.fails_after = 4
+def test_an_interrupted_run_continues(engines, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Engine, "fails_after", 4)
     assert predict(tmp_path, "--at-once", "1") == 130
     assert "run the same command again" in capsys.readouterr().err
     assert len(rows(tmp_path)) == 4
     path = tmp_path / "out" / "predictions.jsonl"
     path.write_bytes(path.read_bytes()[:-5])  # killed while it wrote
-    engines.fails_after = None
+    monkeypatch.setattr(Engine, "fails_after", None)
     assert predict(tmp_path, "--at-once", "1") == 0
     assert len(engines[1].asked) == 7
     assert len(rows(tmp_path)) == 10

@@ -21,9 +21,8 @@ def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
 
 
 def test_command_replays_files_and_explains(tmp_path, capsys):
-    path, decisions = tmp_path / "t.jsonl", tmp_path / "d.txt"
-    rows = ({"arrival": n / 10, "adapter": f"a{n % 3}", "prompt": 256, "output": 200}
-            for n in range(20))  # fmt: skip
+    path, decisions, row = tmp_path / "t.jsonl", tmp_path / "d.txt", {"prompt": 256, "output": 200}
+    rows = [row | {"arrival": n / 10, "adapter": f"a{n % 3}"} for n in range(20)]
     path.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--trace", str(path), "--policies", "cost", "--decision-trace", str(decisions)]
     assert main(arguments) == 0

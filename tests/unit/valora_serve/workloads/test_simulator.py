@@ -20,20 +20,14 @@ from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.routing import ROUTERS
 from valora_serve.workloads import traces
 from valora_serve.workloads.cluster import Dispatch, simulate_cluster
-from valora_serve.workloads.simulator import Machine, SimSettings, simulate
+from valora_serve.workloads.simulator import SimSettings, simulate
 from valora_serve.workloads.traces import Workload
 
 # 10 ms a decode step, 20 ms a step with prompts, whatever is in it; 1 ms for LoRA; 3 ms a merge,
 # 2 ms an unmerge, 7 ms a load.
-PLAIN = CostModel(
-    machine="paper",
-    model="none",
-    decode_seconds=(0.01, 0, 0, 0, 0, 0.001, 0, 0),
-    prefill_seconds=(0.02, 0, 0, 0, 0, 0, 0, 0, 0.001, 0, 0),
-    merge_seconds=(0.003, 0.0),
-    unmerge_seconds=0.002,
-    load_seconds=(0.007, 0.0),
-)
+SECONDS = {"merge_seconds": (0.003, 0.0), "unmerge_seconds": 0.002, "load_seconds": (0.007, 0.0)}
+DECODE, PREFILL = (0.01, 0, 0, 0, 0, 0.001, 0, 0), (0.02, 0, 0, 0, 0, 0, 0, 0, 0.001, 0, 0)
+PLAIN = CostModel("paper", "none", decode_seconds=DECODE, prefill_seconds=PREFILL, **SECONDS)
 
 
 def workload(rows, adapters=("a", "b")):
@@ -225,23 +219,11 @@ def test_a_schedule_of_replicas_by_hand():
 @pytest.mark.parametrize("slots", [2, 3])
 def test_few_slots_are_never_exceeded_and_everything_ends(name, slots):
     work = traces.at_once(40, adapters=9, skew=0.3, lengths=(4, 40), seed=5)
-    settings = SimSettings(slots=slots)
-    most = []
-    policy = make_policy(name, H200_7B)
+    policy, most = make_policy(name, H200_7B), []
     decide = policy.decide
-
-    def watch(view):
-        most.append(len(view.resident) + len(view.loading))
-        return decide(view)
-
-    policy.decide = watch
-    first, end = np.full(40, np.nan), np.full(40, np.nan)
-    machine = Machine(work, policy, H200_7B, settings, first, end)
-    for index in range(40):
-        machine.submit(index)
-    machine.advance(math.inf)
-    assert not np.isnan(end).any() and max(most) == slots
-    assert machine.adapters.started >= 9
+    policy.decide = lambda view: most.append(len(view.resident) + len(view.loading)) or decide(view)
+    report = simulate(work, policy, H200_7B, SimSettings(slots=slots))
+    assert (report.finished, max(most)) == (40, slots) and report.loads >= 9
 
 
 def test_the_router_sees_what_it_would_see_of_real_replicas():

@@ -31,9 +31,8 @@ def test_ordered_valid_and_seeded(name):
 
 
 @pytest.mark.parametrize("skew", [0.2, 0.6, 0.9])
-@pytest.mark.parametrize("name", ["poisson", "retrieval", "video"])
-def test_skewness_is_the_stated_share_and_scattered(name, skew):
-    make = {"poisson": traces.poisson, "retrieval": traces.retrieval, "video": traces.video}[name]
+@pytest.mark.parametrize("make", [traces.poisson, traces.retrieval, traces.video])
+def test_skewness_is_the_stated_share_and_scattered(make, skew):
     workload = make(10, 500, skew=skew, seed=3)
     popular = workload.adapter == 0
     n = len(workload)

@@ -25,6 +25,7 @@ from valora_data.contract.base_model import base_folder
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.settings import EngineSettings
+from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.work import CROWDED, DECODE, KERNELS, PROMPT
 from valora_serve.orchestrator.cost_model import load_or_estimate
@@ -176,6 +177,11 @@ class Got:
     def error(self):
         return None if self.last is None else self.last.error
 
+    @property
+    def top(self):
+        """Log probabilities of the likeliest tokens, [tokens, as many as were wanted]."""
+        return np.array([[top.logprob for top in one.top] for one in self.logprobs], np.float32)
+
 
 @lru_cache(maxsize=2)
 def _loaded(base, dtype):
@@ -204,6 +210,11 @@ def make_engine(base, adapters=None, *, fresh=False, **settings):
     return engine
 
 
+def fix_buffers(monkeypatch):
+    """Let plain torch have fixed buffers for decode steps, too, as graphs want them."""
+    monkeypatch.setattr(TorchBackend, "decode_plan", lambda self, _: TorchPlan(self._cache))
+
+
 def capture(runner, terms=(0, 1, 2)):
     """Capture all graphs; returns how many graphs of steps there are."""
     for wanted in chain(*runner.preparations(terms)):
@@ -225,15 +236,24 @@ def collect(outputs, into):
         got.last = output
 
 
-def finish(engine, into=None, *, steps=3000):
-    """Step until the engine has no requests and outputs left."""
+def steps(engine, count=1, into=None):
+    """Collect the outputs of some steps."""
     found = {} if into is None else into
-    for _ in range(steps):
+    for _ in range(count):
+        collect(engine.step(), found)
+    return found
+
+
+def finish(engine, into=None, *, most=3000):
+    """Step until the engine has no requests and outputs left, nor anything that they held."""
+    found = {} if into is None else into
+    for _ in range(most):
         if not engine.busy:
+            assert_empty(engine)
             return found
         collect(engine.step(), found)
     left = [one.id for one in engine.requests.all()]
-    raise AssertionError(f"after {steps} steps still unanswered: {left}; {engine.stats()}")
+    raise AssertionError(f"after {most} steps still unanswered: {left}; {engine.stats()}")
 
 
 def run(engine, requests, *, together=None):
@@ -246,8 +266,7 @@ def run(engine, requests, *, together=None):
     for prepared in waiting[:together]:
         engine.add(prepared)
     for prepared in [] if together is None else waiting[together:]:
-        collect(engine.step(), found)
-        collect(engine.step(), found)
+        steps(engine, 2, found)
         engine.add(prepared)
     return finish(engine, found)
 
@@ -268,10 +287,15 @@ def add_requests(engine, *requests):
         engine.add(engine.prepare(request))
 
 
-def check_answers(found, reference, *requests):
+def check_answers(found, reference, *requests, within=None):
+    """Check tokens, and to a relative error `within` the log probabilities of the likeliest."""
     for request in requests:
-        assert found[request.id].error is None
-        assert found[request.id].tokens == reference(request).tokens
+        got, expected = found[request.id], reference(request)
+        assert got.error is None, request
+        assert got.tokens == expected.tokens, request
+        if within is not None:
+            wanted = expected.logprobs().topk(request.sampling.logprobs).values.numpy()
+            assert relative(got.top, wanted) < within, request
 
 
 def assert_empty(engine):
@@ -295,6 +319,18 @@ async def until(done):
             return
         await asyncio.sleep(0.005)
     raise AssertionError("it has not come to that")
+
+
+async def all_of(client, request):
+    """Collect the outputs of a request, and of those beside it, by name."""
+    found = {}
+    async for output in client.generate(request):
+        collect([output], found)
+    return found
+
+
+async def outputs_of(client, request):
+    return (await all_of(client, request))[request.id]
 
 
 def with_client(engine, use):

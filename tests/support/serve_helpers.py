@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.support.engine_reference import auto_class
@@ -17,7 +17,7 @@ from valora_data.contract.bundle import write_manifest
 from valora_data.contract.heads import write_head
 from valora_data.contract.label_head import pooled_width
 from valora_data.models.registry import architecture_of
-from valora_serve.catalogue.adapters import ModelTargets
+from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, ModelTargets
 from valora_train.settings import HeadSettings
 from valora_train.tasks.detection import BoxHeadModule
 
@@ -57,6 +57,21 @@ def make_adapter(
     peft.create_or_update_model_card = lambda _: None
     peft.save_pretrained(folder)
     peft.unload()
+    return folder
+
+
+def rewrite(folder, change=lambda name, tensor: tensor, rename=lambda name: name):
+    """Change the tensors of an adapter, and their names."""
+    file = folder / WEIGHTS
+    tensors = {rename(k): change(k, v).contiguous() for k, v in load_file(file).items()}
+    save_file(tensors, file)
+    return folder
+
+
+def configure(folder, **options):
+    """Change the configuration of an adapter."""
+    file = folder / CONFIG
+    file.write_text(json.dumps(json.loads(file.read_text()) | options))
     return folder
 
 

@@ -11,6 +11,7 @@ from tests.support.engine_reference import (
     ask,
     assert_empty,
     make_engine,
+    outputs_of,
     relative,
     with_client,
 )
@@ -29,8 +30,6 @@ from valora_serve.engine.compress import keep_keys
 from valora_serve.errors import AdapterError, BusyError, ServeError, TooLongError, UnknownModelError
 from valora_serve.types import NewContext, Request, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DOCUMENT = "The red key opens the old green door. Nobody but Ann knows where it lies. " * 4
 CONTEXTS = {"learnt": ContextSpec(MEMORY_TOKENS, 6, "reader")}
 ADAPTERS = {"reader": {"rank": 4, "alpha": 8, "targets": LANGUAGE}}
@@ -40,10 +39,6 @@ ADAPTERS = {"reader": {"rank": 4, "alpha": 8, "targets": LANGUAGE}}
 def bundle(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("bundle") / "documents"
     return make_context_bundle(folder, base, CONTEXTS, ADAPTERS, encoder=6)
-
-
-async def answer(client, request):
-    return [token async for output in client.generate(request) for token in output.token_ids]
 
 
 SAMPLING = SamplingParams(max_tokens=6, ignore_eos=True)
@@ -60,7 +55,7 @@ def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(base, tmp_
         found = [made]
         for request in (Request("a", "doc", messages=question, sampling=SAMPLING),
                         Request("b", None, messages=whole, sampling=SAMPLING)):  # fmt: skip
-            found.append(await answer(client, request))
+            found.append((await outputs_of(client, request)).tokens)
         await client.unload("context", "doc")
         return found
 
@@ -81,7 +76,7 @@ def test_a_shorter_prefix_keeps_positions_and_is_served_as_it_was_stored(base, t
     async def use(client):
         await client.make_context(NewContext("doc", DOCUMENT, tokens=37), tmp_path / "doc")
         request = Request("a", "doc", messages=ask("Who knows?"), sampling=SAMPLING)
-        return await answer(client, request)
+        return (await outputs_of(client, request)).tokens
 
     tokens = with_client(engine, use)
     folder.parent.mkdir()

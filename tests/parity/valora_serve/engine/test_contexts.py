@@ -3,24 +3,21 @@
 import json
 import time
 from dataclasses import replace
-from itertools import product
 
-import numpy as np
 import pytest
-import torch
 
-from tests.support.cases import others_slow
+from tests.support.cases import crossed, others_slow
 from tests.support.context_bundles import ContextReference, ContextSpec, make_context_bundle
 from tests.support.engine_reference import (
     add_requests,
     ask,
     assert_empty,
-    collect,
+    check_answers,
     finish,
     make_engine,
     noise,
-    relative,
     run,
+    steps,
 )
 from tests.support.lmm_checkpoints import save_llava
 from tests.support.serve_helpers import LANGUAGE, MLP
@@ -30,8 +27,6 @@ from valora_serve.errors import AdapterError, RequestError, UnknownModelError
 from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Mode, Request, SamplingParams
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5  # relative error of log probabilities against transformers and PEFT, in fp32
 
@@ -81,16 +76,11 @@ def questions(names, *, tokens=6):
 
 def check(found, requests, reference):
     """Every request has the tokens and log probabilities of its own memory and adapter."""
-    for request in requests:
-        short = (request.model or "").rpartition("/")[2] or None
-        expected = reference(replace(request, model=short))
-        got = found[request.id]
-        assert got.error is None, got.error
-        assert got.tokens == expected.tokens, request.id
-        chosen = np.array([one.chosen.logprob for one in got.logprobs], np.float32)
-        rows = torch.arange(len(expected.tokens))
-        wanted = expected.logprobs()[rows, torch.tensor(expected.tokens)].numpy()
-        assert relative(chosen, wanted) < 10 * TOLERANCE, request.id
+
+    def answer(request):
+        return reference(replace(request, model=(request.model or "").rpartition("/")[2] or None))
+
+    check_answers(found, answer, *requests, within=10 * TOLERANCE)
 
 
 def test_the_reference_tells_contexts_apart(reference):
@@ -98,30 +88,21 @@ def test_the_reference_tells_contexts_apart(reference):
     assert len({tuple(reference(one).tokens) for one in asked}) == len(CONTEXTS)
 
 
-@pytest.mark.parametrize("policy", others_slow(["cost", "merge_only", "valora"], POLICIES))
-def test_policies(base, bundle, reference, policy):
-    engine = engine_of(base, bundle, policy=policy, max_requests=6)
-    requests = questions(NAMES + NAMES[::-1])
-    check(run(engine, requests, together=6), requests, reference)
-    assert_empty(engine)
-
-
 @pytest.mark.parametrize("settings", [
     {"overlap": True}, {"chunk": 7}, {"prefix_cache": False}, {"block_size": 4},
     {"pages": 14, "max_requests": 4}, {"attention": "torch"},
+    *others_slow([{"policy": name, "max_requests": 6} for name in ("cost", "merge_only", "valora")],
+                 [{"policy": name, "max_requests": 6} for name in POLICIES]),
 ])  # fmt: skip
-def test_settings(base, bundle, reference, settings):
+def test_policies_and_settings(base, bundle, reference, settings):
     engine = engine_of(base, bundle, **settings)
-    requests = questions(NAMES * 2)
+    requests = questions(NAMES + NAMES[::-1])
     check(run(engine, requests, together=8), requests, reference)
-    assert_empty(engine)
 
 
 @pytest.mark.parametrize(
-    ("mode", "merged"),
-    others_slow([(Mode.MERGED, "late"), (Mode.MIXTURE, "always")],
-                product([Mode.MERGED, Mode.MIXTURE], ["always", "late"])),
-)  # fmt: skip
+    ("mode", "merged"), crossed([Mode.MERGED, Mode.MIXTURE], ["late", "always"])
+)
 def test_merged_adapters(base, bundle, reference, mode, merged):
     engine = engine_of(base, bundle, policy="merge_only" if mode is Mode.MERGED else "valora")
     key = next(key for key in engine.registry.known() if key.startswith(merged))
@@ -129,7 +110,6 @@ def test_merged_adapters(base, bundle, reference, mode, merged):
     engine.merge_state.switch(mode, key)
     requests = questions([n for n in NAMES if n is not None])
     check(run(engine, requests), requests, reference)
-    assert_empty(engine)
 
 
 @pytest.mark.parametrize("block_size", others_slow([2], [2, 16]))
@@ -145,7 +125,6 @@ def test_the_prefix_cache_keeps_them_apart(base, bundle, reference, block_size):
         one = Request(f"cut-{cut}", model=model, token_ids=ids[:-cut], sampling=first.sampling)
         alone = engine_of(base, bundle, block_size=block_size, prefix_cache=False)
         assert run(engine, [one])[one.id].tokens == run(alone, [one])[one.id].tokens
-    assert_empty(engine)
 
 
 def test_adapters_at_decoding_only_share_the_base_models_cache(base, bundle):
@@ -167,7 +146,6 @@ def test_a_prefix_is_in_memory_once_and_evicted_when_others_need_it(base, bundle
     assert engine.stats().pages_contexts == 0
     check(run(engine, requests), requests, reference)
     assert engine.stats().context_loads == 2
-    assert_empty(engine)
 
 
 def test_a_large_prefix_is_not_overtaken_for_ever(base, tmp_path):
@@ -181,26 +159,22 @@ def test_a_large_prefix_is_not_overtaken_for_ever(base, tmp_path):
     found = {}
     for number in range(400):
         if len(engine.requests.waiting) + len(engine.requests.running) < 6:
-            request = Request(str(number), token_ids=[20 + number] * 20, sampling=sampling)
-            add_requests(engine, request)
+            beside = Request(str(number), token_ids=[20 + number] * 20, sampling=sampling)
+            add_requests(engine, beside)
         if number == 4:
             add_requests(engine, late)
-        collect(engine.step(), found)
-        if "late" in found:
+        if "late" in steps(engine, 1, found):
             break
         time.sleep(0.002)
     assert found["late"].error is None
     finish(engine, found)
-    assert_empty(engine)
 
 
 def test_a_context_may_be_forgotten_while_it_is_read(base, bundle, reference):
     engine = engine_of(base, bundle)
     first, second, third = questions(["whole", "ragged", "whole"])
     add_requests(engine, first, second)
-    late = engine.prepare(third)
-    found = {}
-    collect(engine.step(), found)
+    late, found = engine.prepare(third), steps(engine)
     engine.registry.unregister("bundle", "documents")
     assert len(engine.prefixes) == 2  # those that are read
     check(finish(engine, found), [first, second], reference)

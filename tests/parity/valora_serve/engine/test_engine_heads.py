@@ -11,15 +11,7 @@ from PIL import ImageDraw
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from tests.support.engine_reference import (
-    Reference,
-    ask,
-    assert_empty,
-    check_answers,
-    make_engine,
-    noise,
-    run,
-)
+from tests.support.engine_reference import Reference, ask, check_answers, make_engine, noise, run
 from tests.support.serve_helpers import DomainSpec, hidden_width, make_bundle
 from valora_data.contract.boxes import BoxHead
 from valora_data.contract.heads import read_head
@@ -28,8 +20,6 @@ from valora_data.schema import Box
 from valora_serve.types import Finish, Request, SamplingParams
 from valora_train.settings import HeadSettings
 from valora_train.tasks.detection import BoxHeadModule
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 LEAST = 0.05  # confidence from which boxes are compared
 DOMAINS = {
@@ -99,9 +89,7 @@ def question_of(spec, image):
 @pytest.fixture(scope="module")
 def trained(detection):
     """What training's head says of PEFT's hidden states, for every domain and picture."""
-    adapters = {n: detection / "adapters" / n for n in ("adapter-1", "adapter-2")}
-    reference = Reference("tiny", adapters)
-    found = {}
+    reference, found = reference_of(detection, prefix=""), {}
     for domain, spec in DOMAINS.items():
         stored = read_head(detection / "heads" / f"{domain}.safetensors", hidden_width("tiny"))
         assert isinstance(stored, BoxHead)
@@ -153,7 +141,6 @@ def test_boxes_are_those_of_training(detection, trained, settings):
         assert_same(boxes_of(got)[0], trained[key])
         assert (got.tokens, got.last.usage.completion, got.last.usage.image) == ([], 0, 64)
     check_answers(found, reference_of(detection), *beside)
-    assert_empty(engine)
 
 
 def test_threshold_and_several_images(detection, trained, tmp_path):
@@ -197,24 +184,22 @@ def test_other_heads_by_hand(others):
     """Logits and confidences from PEFT's hidden states and the formulas of the bundle format."""
     engine = make_engine("tiny", policy="valora", overlap=True, chunk=50)
     engine.load(others)
-    reference = Reference("tiny", {n: others / "adapters" / n for n in ("adapter-1", "adapter-2")})
-    asked = {
-        f"{domain} {n}": Request(f"{domain} {n}", model=domain, images=[picture(n)])
+    reference = reference_of(others, prefix="")
+    asked = [
+        Request(f"{domain} {n}", model=domain, images=[picture(n)])
         for n in range(2)
         for domain in OTHERS
-    }
-    found = run(engine, list(asked.values()))
+    ]
+    found = run(engine, asked)
     domains = json.loads((others / "bundle.json").read_text())["domains"]
-    for key, request in asked.items():
-        domain = str(request.model)
-        spec = OTHERS[domain]
+    for request in asked:
+        spec, got = OTHERS[request.model], found[request.id]
         plain = question_of(spec, request.images[0])
-        got = found[key]
         if spec.kind is None:
             assert got.tokens == reference(plain).tokens
             continue
         hidden, visual = hidden_of(reference, plain)
-        tensors = load_file(others / domains[domain]["head"])
+        tensors = load_file(others / domains[request.model]["head"])
         if spec.pooling == "last":
             pooled = hidden[-1]
         elif spec.pooling == "visual_mean":
@@ -232,15 +217,12 @@ def test_other_heads_by_hand(others):
         confidences = (logits / (spec.temperature or 1.0)).softmax(0)
         assert list(head.confidences.values()) == pytest.approx(confidences.tolist(), abs=1e-4)
         assert head.label == spec.labels[int(logits.argmax())]
-    assert_empty(engine)
 
 
-def reference_of(bundle):
+def reference_of(bundle, prefix=None):
     """PEFT's model with a bundle's adapters, by the names that requests use."""
-    names = ("adapter-1", "adapter-2")
-    return Reference(
-        "tiny", {f"{bundle.name}/{name}": bundle / "adapters" / name for name in names}
-    )
+    prefix = f"{bundle.name}/" if prefix is None else prefix
+    return Reference("tiny", {f"{prefix}{one.name}": one for one in bundle.glob("adapters/*")})
 
 
 @torch.no_grad()
@@ -267,29 +249,24 @@ def test_embeddings_are_last_hidden_states_of_peft(others, settings):
     reference = reference_of(others)
     names = ["others/adapter-1", "others/adapter-2", "scene", "crowd", None]
     texts = ["a red star", "two blue rings over a green key and " * 3]
-    plain = {
-        f"{name} {n}": Request(f"{name} {n}", model=name, text=text, embed=True)
-        for n, text in enumerate(texts)
-        for name in names
-    }
-    plain["tokens"] = Request("tokens", model=names[0], token_ids=(1, 7, 19, 4), embed=True)
-    plain["image"] = Request(
-        "image", model=names[1], messages=ask("What is it?", images=1), images=[picture(1)],
-        embed=True,
-    )  # fmt: skip
+    asked = [
+        *((name, {"text": text}) for text in texts for name in names),
+        (names[0], {"token_ids": (1, 7, 19, 4)}),
+        (names[1], {"messages": ask("What is it?", images=1), "images": [picture(1)]}),
+    ]
+    plain = [Request(f"{n}", name, embed=True, **more) for n, (name, more) in enumerate(asked)]
     head = Request("head", model="crowd", images=[picture(2)])
     beside = writers([None, "others/adapter-2"])
     for _ in range(2):
-        found = run(engine, [beside[0], *plain.values(), head, beside[1]], together=4)
-        for key, request in plain.items():
-            last = found[key].last
+        found = run(engine, [beside[0], *plain, head, beside[1]], together=4)
+        for request in plain:
+            last = found[request.id].last
             assert (last.error, last.finish, last.head.kind) == (None, Finish.HEAD, "embedding")
             spec = OTHERS.get(request.model)
             name = request.model if spec is None else f"others/{spec.adapter}"
             wanted = hidden_of(reference, replace(request, model=name))[0][-1]
             own = torch.from_numpy(last.head.logits[0])
             torch.testing.assert_close(own, wanted, rtol=1e-4, atol=1e-4)
-            assert (last.usage.completion, found[key].tokens) == (0, [])
+            assert (last.usage.completion, found[request.id].tokens) == (0, [])
         check_answers(found, reference, *beside)
         assert isinstance(found["head"].last.head, LabelResult)
-    assert_empty(engine)

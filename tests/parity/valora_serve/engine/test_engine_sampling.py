@@ -9,16 +9,14 @@ from tests.support.engine_reference import (
     add_requests,
     assert_empty,
     check_answers,
-    collect,
     finish,
     make_engine,
     question,
     run,
+    steps,
 )
 from valora_serve.errors import RequestError
 from valora_serve.types import Request, SamplingParams
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def generated(reference, request, **options):
@@ -53,8 +51,7 @@ def test_penalties_and_bias_beside_plain_requests(base, adapters, reference, ove
     assert found["encouraged"].tokens == generated(reference, encouraged, repetition_penalty=0.6)
     sequence_bias = [[[token], value] for token, value in bias.items()]
     wanted = generated(reference, biased, sequence_bias=sequence_bias)
-    assert found["biased"].tokens == wanted
-    assert wanted != reference(plain[0]).tokens
+    assert found["biased"].tokens == wanted != reference(plain[0]).tokens
     # Frequency and presence penalties are not in transformers: token by token, in closed form.
     tokens = found["presence"].tokens
     assert len(tokens) == 14
@@ -65,7 +62,6 @@ def test_penalties_and_bias_beside_plain_requests(base, adapters, reference, ove
         for known in set(tokens[:place]):
             logits[known] -= 2.0 * tokens[:place].count(known) + 2.0
         assert int(logits.argmax()) == token
-    assert_empty(engine)
 
 
 def test_penalties_hold_after_a_preemption(base, adapters, reference):
@@ -73,9 +69,7 @@ def test_penalties_hold_after_a_preemption(base, adapters, reference):
     one = question("one", "attention", tokens=12)
     one = replace(one, sampling=replace(one.sampling, repetition_penalty=1.7))
     add_requests(engine, one)
-    found = {}
-    for _ in range(6):
-        collect(engine.step(), found)
+    found = steps(engine, 6)
     engine._preempt([one.id])
     finish(engine, found)
     assert engine.requests.preemptions == 1
@@ -104,6 +98,7 @@ def prompts_of(engine, requests):
                 assert output.id not in found
                 assert output.token_ids
                 found[output.id] = output.prompt
+    assert_empty(engine)
     return found
 
 
@@ -132,7 +127,6 @@ def test_prompt_logprobs(base, adapters, reference, chunk, overlap, monkeypatch)
         values, ids = scores.topk(wanted[request.id], -1)
         assert got.top_ids.tolist() == ids.tolist()
         assert got.top_logprobs == pytest.approx(values.numpy(), abs=1e-4)
-    assert_empty(engine)
 
 
 def test_prompt_logprobs_after_a_preemption(base, adapters, reference):
@@ -141,19 +135,14 @@ def test_prompt_logprobs_after_a_preemption(base, adapters, reference):
     one = replace(question("one", "attention"), sampling=params)
     late = replace(question("late", "patterns"), sampling=params)
     whole = prompts_of(engine, [one, late])
-    for steps in (1, 2, 4):  # in the middle of the prompt, and of the answer
+    for place in (1, 2, 4):  # in the middle of the prompt, and of the answer
         add_requests(engine, one, late)
-        found = {}
-        for step in range(200):
-            if step == steps:
-                engine._preempt(list(engine.requests.running))
-            found |= {out.id: out.prompt for out in engine.step() if out.prompt is not None}
-            if not engine.busy:
-                break
+        found = steps(engine, place)
+        engine._preempt(list(engine.requests.running))
+        finish(engine, found)
         for name in ("one", "late"):
-            assert found[name].ids.tolist() == whole[name].ids.tolist()
-            assert found[name].logprobs == pytest.approx(whole[name].logprobs, abs=1e-5)
-    assert_empty(engine)
+            assert found[name].prompt.ids.tolist() == whole[name].ids.tolist()
+            assert found[name].prompt.logprobs == pytest.approx(whole[name].logprobs, abs=1e-5)
 
 
 def test_a_prompt_of_one_token_has_no_log_probabilities(base):

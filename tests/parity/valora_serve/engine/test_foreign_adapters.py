@@ -13,8 +13,7 @@ from transformers import AutoModelForSequenceClassification, LlamaForSequenceCla
 from tests.support.engine_reference import Reference, check_answers, make_engine, question, run
 from tests.support.http_helpers import serving
 from tests.support.lmm_checkpoints import save_llava
-from tests.support.serve_helpers import load_base, make_adapter
-from tests.unit.valora_serve.catalogue.test_adapters import configure, rewrite
+from tests.support.serve_helpers import configure, load_base, make_adapter, rewrite
 from valora_serve.catalogue.adapters import WEIGHTS
 from valora_serve.engine.async_engine import AsyncEngine
 from valora_serve.errors import AdapterError

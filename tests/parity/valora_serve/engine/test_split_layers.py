@@ -15,7 +15,7 @@ from tests.support.forked import forked_workers
 from tests.support.serve_helpers import LANGUAGE, make_adapters
 from valora_serve.types import SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Several domains about one image: each answers as a request of its own does."""
 
 import copy
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import valora_serve.demo
-from tests.support.cases import others_slow
-from tests.support.engine_reference import assert_empty, collect, finish, make_engine, noise
+from tests.support.cases import crossed, others_slow
+from tests.support.engine_reference import assert_empty, finish, make_engine, noise, steps
 from tests.support.serve_helpers import DomainSpec, make_bundle
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import CancelledRequestError, DeadlineError
 from valora_serve.server.loading.golden import read_examples
 from valora_serve.types import Finish, Request, SamplingParams
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 COMMON = "detect thing"
 DOMAINS = {
@@ -94,11 +91,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "image_first"),
-    others_slow([(one, n % 2 == 0) for n, one in enumerate(SETTINGS)],
-                product(SETTINGS, [False, True])),
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "image_first"), crossed(SETTINGS, [True, False]))
 def test_any_set_of_domains_answers_as_alone(bundle, options, image_first):
     alone = engine_of(bundle, image_first=image_first, policy="unmerge_only", prefix_cache=False)
     engine = engine_of(bundle, image_first=image_first, **options)
@@ -113,7 +106,7 @@ def test_any_set_of_domains_answers_as_alone(bundle, options, image_first):
         found = {}
         for n, (names, at) in enumerate(looks):
             begin(engine, requests_of(names, pictures[at], f" {n}"))
-            collect(engine.step(), found)
+            steps(engine, 1, found)
         finish(engine, found)
         for n, (names, at) in enumerate(looks):
             for name in names:
@@ -121,7 +114,6 @@ def test_any_set_of_domains_answers_as_alone(bundle, options, image_first):
                     asked = requests_of([name], pictures[at])
                     wanted[name, at] = together(alone, asked)[name]
                 assert_alike(found[f"{name} {n}"], wanted[name, at])
-        assert_empty(engine)
 
     check()
 
@@ -152,16 +144,14 @@ def test_what_reads_the_last_token_computes_the_image_once(bundle):
 def test_one_that_carries_others_may_end_first(bundle):
     engine = engine_of(bundle, chunk=16, policy="unmerge_only")
     names = ["plates", "traffic", "place"]
-    found = {}
     begin(engine, requests_of(names, noise(60, 60, 5)))
-    collect(engine.step(), found)
+    found = steps(engine)
     engine.cancel("plates")
     finish(engine, found)
     assert isinstance(found["plates"].error, CancelledRequestError)
     wanted = together(engine_of(bundle), requests_of(names, noise(60, 60, 5)))
     for name in names[1:]:
         assert_alike(found[name], wanted[name])
-    assert_empty(engine)
 
 
 def test_riders_keep_deadlines_and_errors_of_their_own(bundle):

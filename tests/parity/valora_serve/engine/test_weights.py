@@ -1,8 +1,8 @@
 """Adapters with weights against weights that PEFT's differences are added to, in fp32."""
 
 from dataclasses import replace
+from functools import partial
 
-import numpy as np
 import pytest
 from peft.tuners.lora import LoraLayer
 
@@ -11,14 +11,13 @@ from tests.support.cases import others_slow
 from tests.support.engine_reference import (
     Reference,
     ask,
-    assert_empty,
-    collect,
+    check_answers,
     finish,
     key_of,
     make_engine,
     question,
-    relative,
     run,
+    steps,
 )
 from tests.support.serve_helpers import (
     EVERYTHING,
@@ -31,8 +30,6 @@ from tests.support.serve_helpers import (
 from valora_serve.errors import RequestError, UnknownModelError
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.types import Mode, SamplingParams
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5  # relative error of log probabilities, in fp32; measured 1e-6
 TOP = 20
@@ -93,24 +90,14 @@ def asked(mixes, *, images=True, tokens=6):
     ]
 
 
-def check(found, requests, reference):
-    """Every request has the tokens and log probabilities of its weights."""
-    for request in requests:
-        got, expected = found[request.id], reference(request)
-        assert got.error is None, request.adapters
-        assert got.tokens == expected.tokens, request.adapters
-        logprobs = expected.logprobs()
-        wanted = logprobs.topk(TOP).values.numpy()
-        said = np.array([[top.logprob for top in one.top] for one in got.logprobs], np.float32)
-        assert relative(said, wanted) < TOLERANCE, request.adapters
+check = partial(check_answers, within=TOLERANCE)
 
 
 @EVERY_POLICY
 def test_weights_beside_other_requests(base, adapters, reference, policy, overlap):
     engine = make_engine(base, adapters, policy=policy, overlap=overlap, max_requests=6)
     requests = asked(MIXES)
-    check(run(engine, requests, together=5), requests, reference)
-    assert_empty(engine)
+    check(run(engine, requests, together=5), reference, *requests)
     assert not engine.requests.mixes
 
 
@@ -119,8 +106,7 @@ def test_pairs_where_one_adapter_has_most_requests(base, adapters, reference, po
     engine = make_engine(base, adapters, policy=policy, max_requests=5)
     most = (("attention", 1.0),)
     requests = asked([most, most, PAIR, most, (("attention", 0.5),), most, PAIR, most, most])
-    check(run(engine, requests, together=6), requests, reference)
-    assert_empty(engine)
+    check(run(engine, requests, together=6), reference, *requests)
 
 
 def test_strengths_in_mixture_mode(base, adapters, reference):
@@ -132,7 +118,7 @@ def test_strengths_in_mixture_mode(base, adapters, reference):
     engine.policy = Forced(choose, engine)
     requests = asked([mix for mix in MIXES if len(mix) < 2 or mix[0][0] == mix[1][0]])
     found = run(engine, requests)
-    check(found, requests, reference)
+    check(found, reference, *requests)
     assert {found[one.id].last.mode for one in requests} == {Mode.MIXTURE}
 
 
@@ -142,9 +128,8 @@ def test_adapters_of_pairs_come_together(base, adapters, reference, slots, pages
     room = {"slots": slots, "max_adapters": slots, "pages": pages}
     engine = make_engine(base, adapters, max_requests=3, **room)
     requests = asked([*MIXES, *MIXES[::-1]], images=False, tokens=3)
-    check(run(engine, requests, together=4), requests, reference)
+    check(run(engine, requests, together=4), reference, *requests)
     assert engine.adapters.loads > len(adapters)
-    assert_empty(engine)
 
 
 def test_cached_prompts_are_those_of_the_same_weights(base, adapters, reference):
@@ -157,7 +142,7 @@ def test_cached_prompts_are_those_of_the_same_weights(base, adapters, reference)
     for number, mix in enumerate(mixes):
         request = replace(asked([mix], images=False)[0], messages=ask("What is in this, and why?"))
         found = run(engine, [request])
-        check(found, [request], reference)
+        check(found, reference, request)
         usage = found[request.id].last.usage
         assert bool(usage.cached) == (number in same), mix
 
@@ -196,10 +181,9 @@ def test_both_adapters_of_a_pair_stay_until_it_ends(base, adapters, reference):
     engine = make_engine(base, adapters)
     (request,) = asked([PAIR], images=False)
     engine.add(engine.prepare(request))
-    found = {}
-    collect(engine.step(), found)
+    found = steps(engine)
     for name in ("attention", "mlp"):
         engine.registry.unregister("adapter", name)
     assert len(engine.adapters) == 4
-    check(finish(engine, found), [request], reference)
+    check(finish(engine, found), reference, request)
     assert len(engine.adapters) == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.cases import others_slow
-from tests.support.engine_reference import make_engine, run
+from tests.support.engine_reference import fix_buffers, make_engine, run
 from tests.support.lmm_checkpoints import save_llava, save_qwen2_5_vl, save_qwen3_vl
 from tests.support.lora_cases import make_case
 from tests.support.serve_helpers import LANGUAGE, make_adapter
@@ -16,10 +16,7 @@ from valora_kernels import launching
 from valora_kernels.atmm import launch
 from valora_kernels.launching import compiling_together
 from valora_kernels.tiling import Tiling
-from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
 from valora_serve.types import Request, SamplingParams
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 LAUNCHING = ("launching", "project")
 
@@ -27,8 +24,7 @@ LAUNCHING = ("launching", "project")
 def test_the_kernels_of_graphs_are_those_that_are_compiled(tmp_path, monkeypatch):
     base = str(save_llava(tmp_path / "base", seed=2))
     adapter = make_adapter(tmp_path / "a", base, seed=1, rank=4, alpha=6, targets=LANGUAGE)
-    plan = lambda self, sequences: TorchPlan(self._cache)  # noqa: E731
-    monkeypatch.setattr(TorchBackend, "decode_plan", plan)
+    fix_buffers(monkeypatch)
     engine = make_engine(
         base, {"a": adapter}, fresh=True, prompt_graphs=True, max_requests=8, max_tokens=256,
         chunk=64, policy="valora", capture="eager",

@@ -31,13 +31,12 @@ def answers(folders, policy, between=lambda runner: None, **options):
     requests = []
     for number in range(14):
         images = [noise(40 + number, 50, number)] if number % 5 else []
+        said = ask(TURNS[number % 3], images=len(images))
+        sampling = SamplingParams(max_tokens=5 + number, ignore_eos=True)
+        model = [None, *folders][number % 4]
         requests.append(
-            Request(
-                str(number), [None, *folders][number % 4], images=images,
-                messages=ask(TURNS[number % 3], images=len(images)),
-                sampling=SamplingParams(max_tokens=5 + number, ignore_eos=True),
-            )
-        )  # fmt: skip
+            Request(str(number), model, messages=said, images=images, sampling=sampling)
+        )
     step, steps = engine.step, count()
 
     def stepped():
@@ -68,17 +67,15 @@ POLICIES = others_slow(["slora"], ["slora", "dlora"])
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_fixed_buffers_change_nothing(folders, plain, policy, monkeypatch):
-    replayed = []
-    find = PromptGraphs.find
+    replayed, find = [], PromptGraphs.find
 
-    def spy(self, *arguments):
-        graph = find(self, *arguments)
-        replayed.append(graph is not None)
-        return graph
+    def spy(*arguments):
+        replayed.append(find(*arguments))
+        return replayed[-1]
 
     monkeypatch.setattr(PromptGraphs, "find", spy)
     assert answers(folders, policy, prompt_graphs=True) == plain(policy)
-    assert sum(replayed) > 10
+    assert sum(graph is not None for graph in replayed) > 10
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.helpers import save_random_llava
 from tests.support.serve_helpers import (
@@ -18,7 +17,8 @@ from tests.support.serve_helpers import (
     make_bundle,
     make_label_head,
     targets_of,
-)  # fmt: skip
+)
+from tests.support.serve_helpers import rewrite as change_tensors
 from valora_data.contract.bundle import GOLDEN, MANIFEST, write_manifest
 from valora_serve.catalogue.adapters import read_adapter
 from valora_serve.catalogue.store import Store
@@ -215,16 +215,17 @@ def manifest_with(change):
     return lambda folder: rewrite(folder, change)
 
 
+def written(text):
+    return lambda folder: (folder / MANIFEST).write_text(text)
+
+
 def wide_head(folder):
     make_label_head(folder / "heads/scene.safetensors", 7, ["forest", "street", "beach"], seed=1)
     rewrite(folder, lambda manifest: None)
 
 
 def sick_adapter(folder):
-    file = folder / "adapters/adapter-2/adapter_model.safetensors"
-    tensors = load_file(file)
-    next(iter(tensors.values())).fill_(torch.nan)
-    save_file(tensors, file)
+    change_tensors(folder / "adapters/adapter-2", lambda _, tensor: tensor * torch.nan)
     rewrite(folder, lambda manifest: None)
 
 
@@ -248,8 +249,8 @@ def entry(value, *way):
         *((entry(v, "domains", "scene", "threshold"), "threshold: Input should be")
           for v in ("0.5", True, float("nan"), float("inf"), [0.5])),
         (entry(float("nan"), "domains", "scene", "required"), "required: Input should be"),
-        (entry("high", "domains", "scene", "accuracy", "test"), "test: Input should be"),
-        (entry("high", "domains", "scene", "accuracy", "teacher"), "teacher: Input should be"),
+        *((entry("high", "domains", "scene", "accuracy", by), f"{by}: Input should be")
+          for by in ("test", "teacher")),
         (entry("forest", "domains", "scene", "labels"), "labels: Input should be"),
         (entry([1, 2, 3], "domains", "scene", "labels"), "labels.0: Input should be"),
         (entry("x" * 40_000, "domains", "scene", "prompt"), "prompt: String should have at most"),
@@ -259,23 +260,20 @@ def entry(value, *way):
         (manifest_with(lambda m: m["domains"]["scene"].pop("adapter")), "adapter: Field"),
         (entry("x", "base"), "base: Input should be"),
         (entry(5, "base", "sha256"), "base.sha256: Input should be"),
-        (lambda folder: (folder / MANIFEST).write_text("[" * 10**5), "nested more than 64"),
-        (lambda folder: (folder / MANIFEST).write_text('{"a":' * 10**5), "nested more than 64"),
-        (drop_sha("adapters/adapter-2/adapter_model.safetensors"), "has no sha256"),
-        (drop_sha("adapters/adapter-2/adapter_config.json"), "has no sha256"),
-        (drop_sha("heads/scene.safetensors"), "has no sha256"),
+        *((written(text * 10**5), "nested more than 64") for text in ("[", '{"a":')),
+        *((drop_sha(file), "has no sha256") for file in (
+            "adapters/adapter-2/adapter_model.safetensors",
+            "adapters/adapter-2/adapter_config.json", "heads/scene.safetensors")),
         (entry(["beach", "street"], "domains", "scene", "labels"), "domain scene has labels"),
         (entry("adapter-9", "domains", "scene", "adapter"), "adapter-9"),
-        (entry("heads/none.safetensors", "domains", "scene", "head"), "has no sha256"),
-        (entry("../heads/scene.safetensors", "domains", "scene", "head"), "has no sha256"),
+        *((entry(f"{head}.safetensors", "domains", "scene", "head"), "has no sha256")
+          for head in ("heads/none", "../heads/scene")),
         (manifest_with(lambda m: m.pop("domains")), "manifest is damaged.*domains"),
         (entry(["head"], "domains", "scene"), "manifest is damaged"),
         (entry(0, "domains", "caption", "max_tokens"), r"max_tokens: .* got 0"),
         (wide_head, "expected shape"), (sick_adapter, "NaN or Inf"),
-        (lambda folder: (folder / MANIFEST).write_text("{}"), "schema version"),
-        (lambda folder: (folder / MANIFEST).write_text("[1]"), "manifest is damaged"),
-        (lambda folder: (folder / MANIFEST).write_text("{"), "no readable"),
-        (lambda folder: (folder / MANIFEST).write_text('{"schema_version": 1}'), "files: F"),
+        (written("{}"), "schema version"), (written("[1]"), "manifest is damaged"),
+        (written("{"), "no readable"), (written('{"schema_version": 1}'), "files: F"),
     ],
 )  # fmt: skip
 def test_damaged_bundles_change_nothing(damage, message, filled, copied):

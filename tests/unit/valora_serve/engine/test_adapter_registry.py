@@ -8,29 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.support.engine_reference import (
     add_requests,
     assert_empty,
     check_answers,
     finish,
+    fix_buffers,
     make_engine,
     question,
     run,
     tokens,
 )
-from tests.support.serve_helpers import make_adapter
+from tests.support.serve_helpers import make_adapter, rewrite
 from valora_kernels.merge import MergeableWeights
 from valora_serve.errors import AdapterError, QuarantinedError, UnknownModelError
-from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
 from valora_serve.types import Mode
-
-
-def rewrite(folder, change):
-    file = folder / "adapter_model.safetensors"
-    save_file({name: change(name, tensor) for name, tensor in load_file(file).items()}, file)
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -55,7 +48,6 @@ def test_a_file_that_was_changed_when_it_is_needed_again(
     found = run(engine, [*requests, lost])
     assert all(isinstance(found[name].error, AdapterError) for name in ("a", "lost"))
     check_answers(found, reference, *requests[1:])
-    assert_empty(engine)
     # The file is put right: the adapter comes back without a restart.
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(adapters["a"], folder)
@@ -99,8 +91,7 @@ def test_the_same_name_with_other_content(base, adapters, reference):
 
 
 def test_no_memory_for_the_copy_that_merging_needs(base, adapters, reference, monkeypatch):
-    plan = lambda self, sequences: TorchPlan(self._cache)  # noqa: E731
-    monkeypatch.setattr(TorchBackend, "decode_plan", plan)
+    fix_buffers(monkeypatch)
     engine = make_engine(base, policy="merge_only", prompt_graphs=True, max_tokens=64, chunk=64)
     engine.warm_up()
     groups = engine.lmm.linears.groups
@@ -251,4 +242,3 @@ def test_a_merged_adapter_is_barred_when_the_base_model_breaks_beside_it(
     again = [question("base"), question("a", "a")]
     check_answers(run(engine, again), reference, *again)
     assert engine.stats().merged_adapter is None
-    assert_empty(engine)

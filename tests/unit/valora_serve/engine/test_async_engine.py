@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.engine_reference import (
+    all_of,
     ask,
     assert_empty,
-    collect,
     make_engine,
+    outputs_of,
     question,
     until,
     with_client,
@@ -27,13 +28,6 @@ from valora_serve.errors import (
     UnknownModelError,
 )
 from valora_serve.types import Finish, Request
-
-
-async def outputs_of(engine, request):
-    found = {}
-    async for output in engine.generate(request):
-        collect([output], found)
-    return found[request.id]
 
 
 def served(base, adapters, body, **settings):
@@ -105,9 +99,7 @@ def test_what_is_replaced_while_a_request_is_prepared_is_prepared_again(
     async def body(engine):
         mine = question("mine", "a")
         other = replace(mine, id="other", model=None)
-        found = {}
-        async for output in engine.generate(replace(mine, also=(other,))):
-            collect([output], found)
+        found = await all_of(engine, replace(mine, also=(other,)))
         assert found["mine"].tokens == reference(replace(mine, model="b")).tokens
         assert found["other"].tokens == reference(other).tokens
         replacing.append(None)

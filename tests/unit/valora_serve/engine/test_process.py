@@ -13,21 +13,22 @@ import time
 from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from tests.support.engine_reference import noise, until
+from tests.support.engine_reference import all_of, noise, outputs_of, until
 from tests.support.forked import forked_workers
 from tests.support.serve_helpers import make_bundle
 from valora_data.contract.files import UnreadableError
+from valora_serve import errors
 from valora_serve.engine.process import EngineProcess, _EngineServer, _Pickler
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.engine.start import start_engine
 from valora_serve.errors import (
     AdapterError,
     DeadlineError,
-    FieldError,
     SettingsError,
     StoppedError,
     UnknownModelError,
@@ -69,16 +70,10 @@ def words(name, tokens=6, **options):
     return Request(name, text="a red star and", sampling=sampling, **options)
 
 
-async def all_of(engine, request):
-    return [output async for output in engine.generate(request)]
-
-
-def told(outputs):
+def told(got):
     """What does not depend on time."""
-    last = outputs[-1]
-    boxes = None if last.head is None else last.head.golden()
-    whole = "".join(one.text for one in outputs), sum((one.token_ids for one in outputs), ())
-    return *whole, last.finish, boxes, last.usage, str(last.error)
+    boxes = None if got.last.head is None else got.last.head.golden()
+    return got.text, got.tokens, got.finish, boxes, got.last.usage, str(got.error)
 
 
 def test_answers_are_those_of_an_engine_in_this_process(bundle):
@@ -95,7 +90,8 @@ def test_answers_are_those_of_an_engine_in_this_process(bundle):
         await engine.warm_up()
         facts = engine.base, engine.dtype, engine.context_length, engine.count_tokens("a red star")
         models = [replace(one, loaded_at=0) for one in engine.models()]
-        return facts, models, [told(await all_of(engine, one)) for one in asked]
+        found = [got for one in asked for got in (await all_of(engine, one)).values()]
+        return facts, models, [told(got) for got in found]
 
     async def here():
         engine = await start_engine(SETTINGS)
@@ -113,10 +109,10 @@ def test_large_images_pass_in_uvloop(bundle):
 
     async def body(engine):
         await engine.load_bundle(bundle)
-        return await all_of(engine, Request("large", model="scene", images=[noise(2000, 1700, 1)]))
+        large = Request("large", model="scene", images=[noise(2000, 1700, 1)])
+        return await outputs_of(engine, large)
 
-    [answer] = with_process(body, loop=uvloop.new_event_loop)
-    assert answer.error is None
+    assert with_process(body, loop=uvloop.new_event_loop).error is None
 
 
 def test_models_come_and_go(bundle, tmp_path):
@@ -133,8 +129,7 @@ def test_models_come_and_go(bundle, tmp_path):
             await engine.unload("bundle", "nothing")
         context = await engine.make_context(NewContext("story", "a red star " * 20), tmp_path / "c")
         assert context.name == "story" and (tmp_path / "c").is_dir()
-        [output] = (await all_of(engine, words("about", tokens=1, model="story")))[-1:]
-        assert output.error is None
+        assert (await outputs_of(engine, words("about", tokens=1, model="story"))).error is None
         await engine.unload("context", "story")
         await engine.load_context("again", tmp_path / "c")
         await engine.unload("context", "again")
@@ -152,9 +147,9 @@ def test_leaving_an_answer_cancels_it_and_deadlines_hold():
         await stream.aclose()
         await until(lambda: engine.stats().finished.get("cancelled") == 1)
         await until(lambda: not engine.stats().running)
-        assert (await all_of(engine, words("left")))[-1].finish is Finish.LENGTH  # the id is free
-        late = await all_of(engine, words("late", tokens=1000, deadline=0.05))
-        assert isinstance(late[-1].error, DeadlineError)
+        assert (await outputs_of(engine, words("left"))).finish is Finish.LENGTH  # the id is free
+        late = await outputs_of(engine, words("late", tokens=1000, deadline=0.05))
+        assert isinstance(late.error, DeadlineError)
 
     with_process(body)
 
@@ -176,7 +171,7 @@ def test_a_killed_process_is_told_and_fails_what_it_had():
                 ended[output.id] = output.error
         assert ended.keys() == {"one", "two"} and not engine.healthy
         assert engine.lost == "the process of the engine was killed by SIGKILL: restart the server"
-        [late] = await all_of(engine, words("late"))
+        late = await outputs_of(engine, words("late"))
         assert late.finish is Finish.ERROR
         for error in (*ended.values(), late.error):
             assert isinstance(error, StoppedError) and str(error) == engine.lost
@@ -204,8 +199,7 @@ def test_what_nobody_expected_is_raised_and_logged_here(caplog):
         assert "TypeError" in record.exc_text and record.name == "valora_serve.engine.process"
         await engine._call("close")
         await until(lambda: not engine.healthy)  # as also if it has failed
-        [late] = await all_of(engine, words("late"))
-        assert isinstance(late.error, StoppedError)
+        assert isinstance((await outputs_of(engine, words("late"))).error, StoppedError)
 
     with_process(body)
 
@@ -213,6 +207,7 @@ def test_what_nobody_expected_is_raised_and_logged_here(caplog):
 SERVER = """
 import asyncio, os, sys
 from valora_serve.engine.settings import EngineSettings
+from valora_serve import errors
 from valora_serve.engine.process import EngineProcess
 
 async def main():
@@ -258,11 +253,7 @@ def test_pixels_arrive_and_are_sent_once_and_apart(size):
 
 
 def test_constraints_go_on_in_the_other_process(tokenizer):
-    class Client:
-        pass
-
-    Client.tokenizer = tokenizer
-    grammars = Grammars(Client)
+    grammars = Grammars(SimpleNamespace(tokenizer=tokenizer))
     grammars.read()
     try:
         schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
@@ -282,15 +273,24 @@ def test_constraints_go_on_in_the_other_process(tokenizer):
     assert anew._known is not there._known
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [FieldError("messages: none", "messages"), UnreadableError("is no file", Path("head.json"))],
-    ids=repr,
-)
+TWO_WORDS = {errors.FieldError: "messages.0", errors.MissingAdapterError: "cats"}
+ERRORS = [
+    UnreadableError("is no file", Path("head.json")),
+    errors.OverloadedError("full", 7.5),
+    errors.NonFiniteError("NaN", blame_adapter=False),
+    *(
+        kind("so it is", TWO_WORDS[kind]) if kind in TWO_WORDS else kind("so it is")
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, errors.ServeError)
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", ERRORS, ids=repr)
 def test_errors_keep_what_they_say(wrong):
-    error, _ = sent(wrong)
-    assert type(error) is type(wrong) and str(error) == str(wrong)
-    assert vars(error) == vars(wrong)
+    for error in (sent(wrong)[0], pickle.loads(pickle.dumps(wrong))):
+        assert type(error) is type(wrong) and str(error) == str(wrong)
+        assert vars(error) == vars(wrong)
 
 
 def test_what_cannot_be_sent_is_an_error_of_its_request_alone():

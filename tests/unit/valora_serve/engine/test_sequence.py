@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -52,21 +53,25 @@ def test_a_constraint_that_fails(base, reference, overlap, way, place):
     assert isinstance(found["one"].error, RequestError) == (way in ("nothing", "refuse"))
     assert found["one"].tokens == reference(one).tokens[:place]
     check_answers(found, reference, beside)
-    assert_empty(engine)
 
 
 class Only:
-    """A constraint that allows these tokens only, one after another."""
+    """A constraint that allows these tokens only, one after another.
 
-    def __init__(self, tokens):
-        self._tokens = tokens
+    `free` says of each whether a stop text may end the answer in it; each mask calls `before`.
+    """
+
+    def __init__(self, tokens, free=(), before=lambda: None):
+        self._tokens, self._free, self._before = [*tokens], [*free], before
 
     def mask(self, allowed):
+        self._before()
         allowed[:] = False
         allowed[self._tokens[0]] = True
 
     def advance(self, token):
         assert token == self._tokens.pop(0)
+        return self._free.pop(0) if self._free else None
 
 
 def constrained(name, constraint, **options):
@@ -84,7 +89,7 @@ def test_constraints_and_min_tokens(base, reference, overlap):
         "greedy": ([11, 12, end], {}), "drawn": ([13, end], {"temperature": 1.0, "seed": 1}),
         "early": ([14, end], {"min_tokens": 5}),  # nothing else is allowed
     }  # fmt: skip
-    requests = [constrained(name, Only([*ids]), **more) for name, (ids, more) in asked.items()]
+    requests = [constrained(name, Only(ids), **more) for name, (ids, more) in asked.items()]
     found = run(engine, [*requests, beside])
     check_answers(found, reference, beside)
     assert all(found[name].tokens == ids for name, (ids, _) in asked.items())
@@ -94,7 +99,6 @@ def test_constraints_and_min_tokens(base, reference, overlap):
     sampling = SamplingParams(max_tokens=8, min_tokens=4)
     got = run(engine, [replace(one, sampling=sampling)])["one"]
     assert len(got.tokens) >= 5 and not set(got.tokens[:4]) & engine.lmm.stop_ids
-    assert_empty(engine)
 
 
 @pytest.mark.parametrize("options", [{"ignore_eos": True}, {"min_tokens": 7}, {"max_tokens": 3}])
@@ -110,19 +114,6 @@ def test_a_stop_text_that_cuts_constrained_text_is_an_error(base):
     words = Only([*engine.lmm.tokenizer("a red star")["input_ids"], min(engine.lmm.stop_ids)])
     found = run(engine, [constrained("one", words, stop=("ed",))])["one"]
     assert isinstance(found.error, RequestError) and "stop text" in str(found.error)
-    assert_empty(engine)
-
-
-class Says(Only):
-    """A constraint that says of each token whether a stop text may end the answer in it."""
-
-    def __init__(self, tokens, free):
-        super().__init__(tokens)
-        self._free = free
-
-    def advance(self, token):
-        super().advance(token)
-        return self._free.pop(0)
 
 
 def test_stop_texts_count_where_a_constraint_says_so(base):
@@ -131,24 +122,10 @@ def test_stop_texts_count_where_a_constraint_says_so(base):
     for bound, text in enumerate(["", "red ", "red red ", "red red red"]):
         free = [number >= bound for number, word in enumerate(words) for _ in word]
         tokens = [*(token for word in words for token in word), min(engine.lmm.stop_ids)]
-        says = Says(tokens, [*free, True])
-        asked = constrained("one", says, max_tokens=30, stop=("red", "d r"))
+        only = Only(tokens, [*free, True])
+        asked = constrained("one", only, max_tokens=30, stop=("red", "d r"))
         found = run(engine, [asked])["one"]
         assert (found.finish, found.text) == (Finish.STOP, text)
-    assert_empty(engine)
-
-
-class Slow(Only):
-    """A constraint whose masks take long; it notes when they are computed."""
-
-    def __init__(self, tokens, name, calls, seconds):
-        super().__init__(tokens)
-        self._name, self._calls, self._seconds = name, calls, seconds
-
-    def mask(self, allowed):
-        self._calls.append(self._name)
-        time.sleep(self._seconds)
-        super().mask(allowed)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -156,9 +133,14 @@ def test_slow_masks_delay_only_themselves(base, reference, overlap, monkeypatch)
     monkeypatch.setattr("valora_serve.engine.engine.MASK_SECONDS", 0.01)
     engine, beside = make_engine(base, overlap=overlap), question("beside", tokens=6)
     calls, steps, found = [], [], {}
+
+    def wait(name, seconds):
+        calls.append(name)
+        time.sleep(seconds)
+
     add_requests(engine, beside)
     for name, seconds in (("slow 1", 0.03), ("slow 2", 0.03), ("slow 3", 0.03), ("quick", 0.0)):
-        slow = Slow([11, 12, 13, 14], name, calls, seconds)
+        slow = Only([11, 12, 13, 14], before=partial(wait, name, seconds))
         add_requests(engine, constrained(name, slow, max_tokens=4))
     while engine.busy:
         calls.clear()

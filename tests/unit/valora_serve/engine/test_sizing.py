@@ -76,10 +76,7 @@ def test_pages_take_what_the_gpu_has_left(monkeypatch, mergeable, pristine, copi
         ("cpu", "", 8, 4, 4), ("cpu", "", 1, 4, 1), ("cpu", "3", 1, 3, 3),
     ],
 )  # fmt: skip
-def test_threads_of_operators_on_the_host(
-    monkeypatch,
-    device, variable, cores, before, after,
-):  # fmt: skip
+def test_threads_on_the_host(monkeypatch, device, variable, cores, before, after):
     """Few beside a GPU, all cores but one of a CPU; the variable decides if it is set."""
     threads = [before]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])

@@ -16,6 +16,7 @@ import torch
 from tests.support.engine_reference import (
     add_requests,
     finish,
+    fix_buffers,
     make_engine,
     question,
     run,
@@ -33,7 +34,6 @@ from valora_serve.engine import async_engine, profile
 from valora_serve.engine.sizing import machine_of
 from valora_serve.engine.tuning import Tuning, read_table
 from valora_serve.engine.warm_up import PATIENCE, PAUSE, WarmUp
-from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
 from valora_serve.model.work import (
     DECODE,
     KERNELS,
@@ -56,7 +56,7 @@ def apart(monkeypatch):
     """No other test sees these tables; plain torch has fixed buffers for decode steps, too."""
     monkeypatch.setattr(lookup, "_tables", {})
     monkeypatch.setattr("valora_kernels.tune.MAX_SETS", 2)
-    monkeypatch.setattr(TorchBackend, "decode_plan", lambda self, _: TorchPlan(self._cache))
+    fix_buffers(monkeypatch)
     yield
     lookup.choose.cache_clear()
 

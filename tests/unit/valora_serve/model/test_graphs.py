@@ -1,6 +1,14 @@
 """Which steps replay a graph, on a CPU, where functions stand for CUDA graphs."""
 
-from tests.support.engine_reference import make_engine, run, tokens
+from tests.support.engine_reference import (
+    add_requests,
+    finish,
+    fix_buffers,
+    make_engine,
+    run,
+    steps,
+    tokens,
+)
 from valora_serve.model.attention.torch_backend import TorchBackend, TorchPlan
 from valora_serve.model.graphs import Graphs
 from valora_serve.model.work import CROWDED, Preparation
@@ -13,8 +21,7 @@ def test_steps_whose_page_tables_are_too_long_run_without_a_graph(random_llava, 
     asked = [Request(str(n), token_ids=[*shared, 50 + n], sampling=sampling) for n in range(6)]
     plain = make_engine(str(random_llava), policy="slora")
     expected = tokens(run(plain, asked))
-    plan = lambda self, sequences: TorchPlan(self._cache)  # noqa: E731
-    monkeypatch.setattr(TorchBackend, "decode_plan", plan)
+    fix_buffers(monkeypatch)
     monkeypatch.setattr(TorchPlan, "max_pages", 12)
     best, told = Graphs._best, set()
 
@@ -62,21 +69,16 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(random_lla
     plans.clear()
     found = {}
 
-    def step():
-        for output in engine.step():
-            found.setdefault(output.id, []).extend(output.token_ids)
+    def come(*requests):
+        for request in requests:
+            add_requests(engine, request)
+            steps(engine, 1, found)
 
-    for count, late in zip((2, 3, 5), later, strict=True):
-        for request in first[:count]:
-            if request.id not in found:
-                engine.add(engine.prepare(request))
-                step()
-        engine.add(engine.prepare(late))
+    for new, late in zip((first[:2], first[2:3], first[3:]), later, strict=True):
+        come(*new, late)
         while late.id not in found:
-            step()
-    while engine.busy:
-        step()
-    assert found == tokens(expected)
+            steps(engine, 1, found)
+    assert tokens(finish(engine, found)) == tokens(expected)
     prompts = [(kind, decoding) for kind, decoding in plans if decoding >= 2]
     assert ("mixed", 2) in prompts
     assert {("crowded", 3), ("crowded", 5)} <= set(prompts)
@@ -88,17 +90,12 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(random_lla
             del largest.held[size, terms]
     plans.clear()
     small = [Request(f"small {n}", token_ids=[9 + n] * 5, sampling=sampling) for n in range(5)]
-    for request in small:
-        engine.add(engine.prepare(request))
-        step()
-    while engine.busy:
-        step()
+    come(*small)
+    finish(engine, found)
     assert ("mixed", 4) in plans and {kind for kind, _ in plans} == {"mixed"}
     # Steps in which few rows decode do not ask for a graph for crowds.
     largest.forget()
     engine.start_up.left |= {Preparation(CROWDED, size, 0): None for size in largest.sizes}
     for number, request in enumerate(small[:4]):
-        again = Request(f"again {number}", token_ids=request.token_ids, sampling=sampling)
-        engine.add(engine.prepare(again))
-        step()
+        come(Request(f"again {number}", token_ids=request.token_ids, sampling=sampling))
         assert bool(engine.runner._resources.missed) == (number >= 3)

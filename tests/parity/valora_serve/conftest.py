@@ -1,0 +1,7 @@
+"""One thread for models so small."""
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread(one_thread): ...

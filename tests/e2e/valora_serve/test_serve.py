@@ -223,25 +223,36 @@ def test_guidellm_runs_unmodified(served, tmp_path):
     assert not run["requests"]["errored"]
 
 
-def test_a_killed_engine_ends_the_server_and_a_killed_server_its_engine(tmp_path):
-    server = Process(cwd=tmp_path, start=whole).ready()
-    with ThreadPoolExecutor() as threads:
-        late = threads.submit(server.chat, max_tokens=1500, ignore_eos=True)
-        time.sleep(1.0)
-        (engine,) = processes_of(server.process.pid, "process")
-        os.kill(engine, signal.SIGKILL)
-        answer = late.result(60)
-    reason = "the process of the engine was killed by SIGKILL: restart the server"
-    assert answer.status_code == 503 and reason in answer.text
-    assert server.process.wait(60) == 1
-    log = server.log.read_text()
-    assert f"error: {reason}" in log and "Traceback" not in log
+@pytest.mark.parametrize(
+    ("arguments", "process", "killed"),
+    [
+        ((), "process", "the process of the engine"),
+        (("--device", "cpu", "--tensor-parallel", "2"), "workers",
+         "process 1 of the tensor-parallel group of 2"),
+    ],
+)  # fmt: skip
+def test_a_killed_process_of_the_engine_ends_the_server(tmp_path, arguments, process, killed):
+    server = Process(*arguments, cwd=tmp_path, start=whole).ready(240)
+    try:
+        assert server.chat(max_tokens=3).status_code == 200
+        with ThreadPoolExecutor() as threads:
+            late = threads.submit(server.chat, max_tokens=1500, ignore_eos=True)
+            time.sleep(1.0)
+            (victim,) = processes_of(server.process.pid, process)
+            os.kill(victim, signal.SIGKILL)
+            answer = late.result(60)
+        reason = f"{killed} was killed by SIGKILL: restart the server"
+        assert answer.status_code == 503 and reason in answer.text
+        assert server.process.wait(60) == 1
+        log = server.log.read_text()
+        assert f"error: {reason}" in log and "Traceback" not in log
+    finally:
+        server.end(signal.SIGKILL)
 
+
+def test_a_killed_server_ends_its_engine(tmp_path):
     server = Process(cwd=tmp_path, start=whole).ready()
     (engine,) = processes_of(server.process.pid, "process")
     server.end(signal.SIGKILL)
-    end = time.monotonic() + 30
-    while Path(f"/proc/{engine}/cmdline").exists() and time.monotonic() < end:
-        time.sleep(0.1)
     status = Path(f"/proc/{engine}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    until(lambda: not status.exists() or "State:\tZ" in status.read_text(), 30)

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import threading
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from types import SimpleNamespace
 
@@ -18,6 +16,7 @@ from safetensors.torch import load_file
 
 from tests.support.detection_sets import coco_domain
 from tests.support.stores import new_store
+from tests.support.website import Website
 from valora_data import shards
 from valora_data.contract.bundle import read_bundle
 from valora_data.errors import ValoraError
@@ -193,14 +192,9 @@ def test_a_bundle_arrives_whole_with_its_results(tmp_path, monkeypatch):
         assert figures["f1@0.5"] == pytest.approx(facts["accuracy"]["test"], abs=1e-4)
 
 
-class Refusing(BaseHTTPRequestHandler):
-    def log_message(self, *_):
-        pass
-
-    def do_POST(self):
-        self.send_response(401)
-        self.end_headers()
-        self.wfile.write(b'{"error": "Invalid username or password."}')
+class Refusing(Website):
+    def answer(self, path, body):
+        return 401, {}, [b'{"error": "Invalid username or password."}']
 
 
 def refused(said, *asked):
@@ -214,13 +208,10 @@ def test_mistakes_and_hubs_that_refuse_or_are_away_are_sentences(monkeypatch):
     refused("is no bundle", "me/pets", "none")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "wrong")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as hub:
-        threading.Thread(target=hub.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{hub.server_address[1]}"
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
+    with Refusing() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.url)
         refused(r"a/b/c \(HFValidationError: ", "a/b/c", mine[1])
         refused(r"\(HfHubHTTPError: .*Invalid username or password", *mine)
-        hub.shutdown()
     refused(r"\(ConnectError: \[Errno 111\] Connection refused\)", *mine)
 
 

@@ -15,11 +15,11 @@ BUDGETS = {
     "teachers/valora_teachers": 1_609,
     "kernels/valora_kernels": 3_774,
     "valora_serve": 25_917,
-    "tests/*/valora_train": 6_975,
+    "tests/*/valora_train": 6_966,
     "tests/*/valora_data": 3_547,
     "tests/*/valora_teachers": 1_142,
     "tests/*/valora_kernels": 1_937,
-    "tests/*/valora_serve": 22_748,
+    "tests/*/valora_serve": 22_719,
     "tests/unit/bench": 1_576,
     BENCH: 12_909,
 }

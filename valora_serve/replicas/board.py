@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +99,9 @@ class Board:
             await asyncio.sleep(PERIOD / 10)
 
     async def report(self, report: Report) -> tuple[SavedState | None, list[Report], Counter[str]]:
-        """Take a report; after `PERIOD`, or at once if it is new, gives the state to serve.
+        """Take a report; gives the state to serve, at once if it is new, or after `PERIOD`.
 
-        It is None while the replica itself changes it. With it come the reports of all, and the
-        requests that rate limits of the others have counted.
+        It is None while the replica itself changes it. With it come all reports and what is owed.
         """
         name = report.replica
         for other in self._replicas.keys() - {name}:
@@ -117,7 +115,7 @@ class Board:
             await asyncio.sleep(PERIOD / 10)
         told = None if self._holder == name else self._target
         if told is not None and told.revision != report.followed:  # what it serves changes now
-            self._replicas[name] = self._clock(), dataclasses.replace(report, followed="")
+            self._replicas[name] = self._clock(), replace(report, followed="")
         return told, self.reports(), self._owed.pop(name, Counter())
 
     def leave(self, replica: str) -> None:

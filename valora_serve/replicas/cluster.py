@@ -188,9 +188,9 @@ def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, fl
     if kind == "cuda" or (kind == "auto" and has["GPU"]):
         what, each = "GPU", float(engine.tensor_parallel)  # all on one machine
         found = {"num_gpus": each, "num_cpus": cpus or 0.0}
-    else:  # whole cores, or a part of one
-        share = int(has["CPU"] / most) or max(0.01, int(has["CPU"] / most * 100) / 100)
-        what, each = "CPU", cpus or share
+    else:
+        share = has["CPU"] / most  # whole cores, or a part of one
+        what, each = "CPU", cpus or int(share) or max(0.01, int(share * 100) / 100)
         found = {"num_cpus": each}
     room = sum(int(one.get(what, 0.0) / each + 1e-6) for one in machines)
     if room < count:
@@ -221,7 +221,7 @@ async def deploy(
         graceful_shutdown_wait_loop_s=0.2, max_constructor_retry_count=2,
         health_check_period_s=1.0, health_check_timeout_s=30.0, logging_config=log_level,
     )  # fmt: skip
-    name, bundles = settings.application, [(one, content_hash("bundle", one)) for one in folders]
+    name, bundles = settings.application, {one: content_hash("bundle", one) for one in folders}
     here = name, own_version(), ray.util.get_node_ip_address(), Path.cwd()
     application = made(EngineReplica).bind(*here, engine, server, bundles)
     # No proxies of Ray Serve: fronts and replicas speak HTTP.

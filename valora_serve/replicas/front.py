@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import starmap
 from typing import Any, cast
 
@@ -81,7 +80,7 @@ class Front:
         self, settings: ServerSettings, replicas: ReplicaSettings, slots: int, fronts: int
     ) -> None:
         held = max(settings.max_body_bytes, settings.max_held_bytes // fronts)
-        self._bodies = Bodies(dataclasses.replace(settings, max_held_bytes=held))
+        self._bodies = Bodies(replace(settings, max_held_bytes=held))
         self._keys = KeyRing(settings)
         self._router = ROUTERS[replicas.router](replicas.router_settings)
         self._replicas: dict[str, Replica] = {}

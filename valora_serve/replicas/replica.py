@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import hmac
 import json
 import logging
@@ -13,7 +12,8 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,8 +40,6 @@ from valora_serve.server.media.pool import shared_pool
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
 
-log = logging.getLogger(__name__)
-
 NAMESPACE = "valora"  # Ray namespace of the boards
 
 
@@ -53,8 +51,7 @@ class SharedState(StateFile):
         self._board, self._replica = board, replica
 
     def read(self) -> SavedState:
-        state: SavedState = ray.get(self._board.state.remote())
-        return state
+        return cast("SavedState", ray.get(self._board.state.remote()))
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[SavedState | None]:
@@ -91,7 +88,7 @@ class EngineReplica:
 
     async def __init__(  # type: ignore[misc] # Ray Serve awaits it
         self, application: str, version: str, host: str, cwd: Path, engine: EngineSettings,
-        settings: ServerSettings, bundles: Sequence[tuple[Path, str]],
+        settings: ServerSettings, bundles: dict[Path, str],
     ) -> None:  # fmt: skip
         if version != own_version():
             raise SettingsError(
@@ -102,18 +99,17 @@ class EngineReplica:
             os.chdir(cwd)
         logs.set_up(settings.log_level, settings.log_format)
         logs.ACCESS.setLevel(logging.ERROR)  # fronts log requests
-        for folder, sha256 in bundles:
+        for folder, sha256 in bundles.items():
             await asyncio.to_thread(state_file.check_content, "bundle", folder, sha256)
         self._name = str(serve.get_replica_context().replica_id.unique_id)
         self._board = ray.get_actor(f"{application}-board", namespace=NAMESPACE)
         # No other replica uses this folder of fetched adapters.
         cache = f"{settings.adapter_cache}/{serve.get_replica_context().rank.rank}"
-        settings = dataclasses.replace(settings, adapter_cache=cache)
+        settings = replace(settings, adapter_cache=cache)
         shared_pool().start()
         self._engine = await EngineProcess.start(engine, read_tokenizer)
         state = SharedState(self._board, self._name, Path(settings.state_file))
-        folders = [folder for folder, _ in bundles]
-        app, served = await make_app(self._engine, settings, folders, engine, state)
+        app, served = await make_app(self._engine, settings, [*bundles], engine, state)
         here = ray.util.get_node_ip_address()
         bound = socket.create_server(("127.0.0.1" if here == host else here, 0))
         await self._listen(app, bound, settings)
@@ -159,17 +155,14 @@ class EngineReplica:
             self._load -= 1
 
     async def _tell(self) -> tuple[SavedState | None, SavedState]:
-        """Report to the board; gives the state that it wants to be served, and the one before.
-
-        It is None while this replica itself changes it.
-        """
+        """Report to the board; gives what its `report` tells to serve, and what was served."""
         rates, before = self._context.guard.rates, self._context.served.state
         taken, rates.taken = rates.taken, Counter()
         told = Report(
             self._name, self._url, self._secret,
             self._engine.healthy and self._reporting is not None, self._followed, self._problem,
             # Names of all adapters would make reports long.
-            dataclasses.replace(self._engine.stats(), on_device=(), on_disk=()),
+            replace(self._engine.stats(), on_device=(), on_disk=()),
             {m.name: m.adapter for m in self._engine.models() if m.adapter != m.name},
             taken, self._load,
         )  # fmt: skip
@@ -191,7 +184,7 @@ class EngineReplica:
             if self._reporting is None:  # it does not start then
                 raise
             self._problem = str(error) or repr(error)
-            log.warning("replica %s cannot serve what others do: %s", self._name, error)
+            logs.LOG.warning("replica %s cannot serve what others do: %s", self._name, error)
         self._followed = state.revision
 
     async def _keep_reporting(self) -> None:
@@ -203,7 +196,7 @@ class EngineReplica:
                     following = asyncio.create_task(self._follow(*told))
                 await asyncio.wait({following}, timeout=PERIOD)
             except ray.exceptions.RayError as error:
-                log.warning("replica %s and the board: %s", self._name, error)
+                logs.LOG.warning("replica %s and the board: %s", self._name, error)
                 await asyncio.sleep(PERIOD)
 
     async def check_health(self) -> None:

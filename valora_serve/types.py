@@ -1,4 +1,8 @@
-"""Requests to the engine and its outputs, and the interface between server and engine."""
+"""Requests to the engine and its outputs, and the interface between server and engine.
+
+Without slots, as pickling frozen classes that have some runs Python code for each object: six
+answers on their way from the engine's process took 0.5 ms instead of 0.3.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +69,7 @@ GREEDY_BELOW: Final = 1e-5
 """Temperatures below this are greedy decoding: logits that differ by 0.001 are then e¹⁰⁰ apart."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen and when generation stops."""
 
@@ -106,7 +110,7 @@ MAX_MIXED, MAX_WEIGHT = 2, 4.0
 """Most adapters of a request, as kernels take so many a row; largest weight, negative or not."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """A request to the engine.
 
@@ -152,7 +156,7 @@ class Request:
         return cls(messages=None if text is None else [turn], **media, **fields)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Logprob:
     """Log probability of a token, before temperature, penalties, bias and constraints.
 
@@ -165,7 +169,7 @@ class Logprob:
     raw: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TokenLogprobs:
     """Log probabilities of a chosen token and of the most likely ones, in descending order.
 
@@ -177,7 +181,7 @@ class TokenLogprobs:
     offset: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PromptLogprobs:
     """Log probabilities of a prompt's tokens, each given the tokens before it.
 
@@ -190,7 +194,7 @@ class PromptLogprobs:
     top_logprobs: NDArray[np.float32]  # [tokens - 1, n] float32, in descending order
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Usage:
     """Token counts of a request: `image` and `cached` (by the prefix cache) are of the prompt."""
 
@@ -200,7 +204,7 @@ class Usage:
     cached: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Times:
     """Times of a request, in seconds of `time.monotonic`; None for what did not happen.
 
@@ -213,7 +217,7 @@ class Times:
     finished: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Output:
     """A part of a request's answer; the last part has `finish`, `usage`, `times` and any `head`."""
 
@@ -244,7 +248,7 @@ def failure(request: Request, error: ServeError, arrival: float) -> Output:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServedModel:
     """Something that a request can name: the base model, an adapter or a domain."""
 
@@ -286,7 +290,7 @@ class ServedModel:
         return self.prompted or not self.prompt or "{}" in self.prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EngineStats:
     """State of the engine and counters since its start, for metrics and the console."""
 
@@ -328,7 +332,7 @@ class EngineStats:
     tilings_wanted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NewContext:
     """A document that is to become a context while others are served."""
 

@@ -20,7 +20,7 @@ ROUNDED = 3.0
 BOX_GRID = 1000  # boxes in text have coordinates from 0 to this, as Qwen-VL writes them
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Detection:
     """An object, with its calibrated confidence and (x0, y0, x1, y1) in pixels as it was sent."""
 
@@ -29,7 +29,7 @@ class Detection:
     box: tuple[float, float, float, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class HeadResult(ABC):
     """The answer of a head to one prompt. Every form of answer is a subclass."""
 
@@ -58,7 +58,7 @@ class HeadResult(ABC):
         return bool(found == expected)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class LabelResult(HeadResult):
     """One label out of a closed set, the most probable one, with the probability of each."""
 
@@ -81,7 +81,7 @@ class LabelResult(HeadResult):
         return bool(found["label"] == wanted.get("label") and close)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BoxesResult(HeadResult):
     """The objects of each image, by falling confidence."""
 

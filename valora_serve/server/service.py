@@ -6,7 +6,15 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -15,7 +23,6 @@ from typing import Any, TypeVar
 from valora_serve.errors import CancelledRequestError, ServeError, StoppedError, UnknownModelError
 from valora_serve.server.access.admission import Admission
 from valora_serve.server.access.guard import caller, caller_key
-from valora_serve.server.gather import gathered
 from valora_serve.server.samples import Samples
 from valora_serve.server.telemetry.metrics import Metrics
 from valora_serve.server.telemetry.spans import Tracer
@@ -155,41 +162,56 @@ class Service:
         return None if key is None and salt is None else repr((key, salt))
 
     async def ask(
-        self, ticket: Ticket, request: Request, headers: Mapping[str, str], *,
-        stream: bool = True, answering: AsyncGenerator[Output, None] | None = None,
-    ) -> AsyncGenerator[Output, None]:  # fmt: skip
+        self, ticket: Ticket, request: Request, headers: Mapping[str, str], *, stream: bool = True
+    ) -> AsyncGenerator[Output, None]:
         """Outputs of an admitted request; closing the iterator cancels the request."""
+        answering = self.engine.generate(self._sent(ticket, request, stream=stream))
+        with self._taken(ticket, request, headers, stream=stream) as take:
+            async with contextlib.aclosing(answering) as outputs:
+                async for output in outputs:
+                    take(output)
+                    yield output
+
+    @contextlib.contextmanager
+    def _taken(
+        self, ticket: Ticket, request: Request, headers: Mapping[str, str], *, stream: bool
+    ) -> Iterator[Callable[[Output], None]]:
+        """Context of the answer to a request, which takes note of its outputs or raises its error.
+
+        At its end the request has left, whatever came.
+        """
         name, constraint = ticket.model.name, request.sampling.constraint
         tokens_at: list[float] = []
         text, last = "", None
-        answering = answering or self.engine.generate(self._sent(ticket, request, stream=stream))
+
+        def take(output: Output) -> None:
+            nonlocal text, last, tokens_at
+            tokens_at += [time.monotonic()] * len(output.token_ids)
+            if isinstance(output.error, UnknownModelError):  # which lists all names
+                raise UnknownModelError(f"{name} was unloaded: name one of /v1/models")
+            if output.finish in (Finish.ERROR, Finish.CANCELLED):
+                raise self._told(output.error)
+            if constraint is not None:
+                text += output.text
+                if output.finish is Finish.STOP:
+                    constraint.check(text)
+            if output.finish is not None:
+                last = output
+                if not stream:
+                    tokens_at = _spread(output.times, len(tokens_at))
+                ended(output)
+                for one in {name, *(adapter for adapter, _ in request.adapters)}:
+                    self.metrics.ended(one, output, tokens_at)
+                if self.samples is not None:
+                    self.samples.offer(ticket.model, request, output)
+
         try:
-            with self.tracer.span(name, headers) as ended:
-                async for output in answering:
-                    tokens_at += [time.monotonic()] * len(output.token_ids)
-                    if isinstance(output.error, UnknownModelError):  # which lists all names
-                        raise UnknownModelError(f"{name} was unloaded: name one of /v1/models")
-                    if output.finish in (Finish.ERROR, Finish.CANCELLED):
-                        raise self._told(output.error)
-                    if constraint is not None:
-                        text += output.text
-                        if output.finish is Finish.STOP:
-                            constraint.check(text)
-                    if output.finish is not None:
-                        last = output
-                        if not stream:
-                            tokens_at = _spread(output.times, len(tokens_at))
-                        ended(output)
-                        for one in {name, *(adapter for adapter, _ in request.adapters)}:
-                            self.metrics.ended(one, output, tokens_at)
-                        if self.samples is not None:
-                            self.samples.offer(ticket.model, request, output)
-                    yield output
+            with self.tracer.span(name, headers, ticket.since) as ended:
+                yield take
                 if last is None:
                     raise StoppedError("The engine stopped while it answered: try again")
         finally:
             ticket.leave(last.times if last is not None else None)
-            await answering.aclose()
 
     def _told(self, error: ServeError | None) -> ServeError:
         """An error of the engine, which names the base model without this machine's folders."""
@@ -210,31 +232,22 @@ class Service:
         first, *others = [self._sent(*one, stream=False) for one in asked]
         found: dict[str, list[Output]] = {request.id: [] for _, request in asked}
 
-        async def collect() -> None:
-            stream = self.engine.generate(replace(first, also=tuple(others)))
-            async with contextlib.aclosing(stream) as outputs:
-                async for output in outputs:
-                    found[output.id].append(output)
+        stream = self.engine.generate(replace(first, also=tuple(others)))
+        async with contextlib.aclosing(stream) as outputs:
+            async for output in outputs:
+                found[output.id].append(output)
+        return [self._answer(*one, headers, found[one[1].id]) for one in asked]
 
-        async def replayed(request: Request) -> AsyncGenerator[Output, None]:
-            await asyncio.shield(collecting)
-            for output in found[request.id]:
-                yield output
-
-        async def answer(ticket: Ticket, request: Request) -> Output | ServeError:
-            replay = replayed(request)
-            try:
-                asking = self.ask(ticket, request, headers, stream=False, answering=replay)
-                return joined([output async for output in asking])
-            except ServeError as error:
-                return error
-
-        collecting = asyncio.ensure_future(collect())
+    def _answer(
+        self, ticket: Ticket, request: Request, headers: Mapping[str, str], outputs: list[Output]
+    ) -> Output | ServeError:
         try:
-            return await gathered(*(answer(*one) for one in asked), at_once=len(asked))
-        finally:
-            collecting.cancel()
-            await asyncio.gather(collecting, return_exceptions=True)
+            with self._taken(ticket, request, headers, stream=False) as take:
+                for output in outputs:
+                    take(output)
+        except ServeError as error:
+            return error
+        return joined(outputs)
 
 
 def without_folder(model: ServedModel) -> ServedModel:

@@ -24,6 +24,7 @@ from valora_serve.server.api import schema
 from valora_serve.server.api.common import answer, usage
 from valora_serve.server.api.domain_prompt import check_measured_media, question_of
 from valora_serve.server.api.requests import Arrival, check_text
+from valora_serve.server.bodies import LARGE_BYTES
 from valora_serve.server.context import ServerContext
 from valora_serve.server.errors import error_body, invalid
 from valora_serve.server.gather import gathered
@@ -218,12 +219,16 @@ async def _read_media(
 
 
 async def _from_form(body: bytes, header: str, context: ServerContext, kind: type[K]) -> K:
-    parsing = asyncio.to_thread(_form_items, body, header, context.settings)
-    del body
+    if len(body) > LARGE_BYTES:
+        parsing = asyncio.to_thread(_form_items, body, header, context.settings)
+        del body
+        items = await parsing
+    else:
+        items = _form_items(body, header, context.settings)
     known = sorted(kind.model_fields.keys() - {*_FILES})
     files: dict[str, list[MediaUrl]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
-    for name, item in await parsing:
+    for name, item in items:
         if isinstance(item, MediaUrl) and name in files:
             files[name].append(item)
         elif isinstance(item, str) and name in known and name not in values:
@@ -275,11 +280,16 @@ def _form_items(
         finally:
             await form.close()
 
+    parsing = parse()
     try:
-        return asyncio.run(parse())
+        parsing.send(None)  # nothing in it waits: neither the pieces nor files in memory
+    except StopIteration as parsed:
+        found: list[tuple[str, str | MediaUrl]] = parsed.value
+        return found
     except (MultiPartException, ValueError) as error:
         said = getattr(error, "message", None) or "its parts or their headers are malformed"
         raise RequestError(f"The form cannot be read ({said}): let your client make it") from error
+    raise AssertionError("the parser of forms has waited")
 
 
 def _requests(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,8 +32,13 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
 
     @contextlib.contextmanager
-    def span(self, model: str, headers: Mapping[str, str]) -> Iterator[Callable[[Output], None]]:
-        """Span of a request, as a child of the one that its headers name; call it with the end."""
+    def span(
+        self, model: str, headers: Mapping[str, str], since: float
+    ) -> Iterator[Callable[[Output], None]]:
+        """Span of a request, as a child of the one that its headers name; call it with the end.
+
+        It began at the time `since` of the monotonic clock.
+        """
         if self._provider is None:
             yield lambda _: None
             return
@@ -41,7 +47,11 @@ class Tracer:
 
         parent = TraceContextTextMapPropagator().extract(dict(headers))
         with self._provider.get_tracer("valora_serve").start_as_current_span(
-            f"chat {model}", parent, SpanKind.SERVER, {"gen_ai.request.model": model}
+            f"chat {model}",
+            parent,
+            SpanKind.SERVER,
+            {"gen_ai.request.model": model},
+            start_time=time.time_ns() - int(1e9 * (time.monotonic() - since)),
         ) as span:
             yield lambda output: span.set_attributes(_facts(output))
 

@@ -103,9 +103,8 @@ class ImageEncoder:
             for sequence, _ in distinct.values()
         ]
         visuals = [sequence.prompt.visuals[number] for sequence, number in distinct.values()]
-        merged = self._merge_state.slot
-        merged = merged if merged != NONE and self._adapters.vision[merged] else NONE
-        found = dict(zip(distinct, self._runner.encode(visuals, slots, merged), strict=True))
+        encoded = self._runner.encode(visuals, slots, self._merge_state.slot)
+        found = dict(zip(distinct, encoded, strict=True))
         self.encoded += len(found)
         for key, features in found.items():
             self._keep(key, features)

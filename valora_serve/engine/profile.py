@@ -2,38 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+from PIL import Image
 
 from valora_kernels.metadata import NONE
 from valora_serve.engine.engine import Engine
 from valora_serve.engine.sizing import machine_of
 from valora_serve.errors import ServeError, StoppedError
 from valora_serve.memory.block_manager import Owner
+from valora_serve.model.prompt import Prompt, Visual
 from valora_serve.model.sampler import TokenChoice
-from valora_serve.model.work import Work
+from valora_serve.model.work import StepResult, Work
 from valora_serve.orchestrator.cost_model import CostModel, StepShape, step_shape
 from valora_serve.orchestrator.decision import RequestView
-from valora_serve.types import Mode, SamplingParams
+from valora_serve.types import Mode, Request, SamplingParams
 
 log = logging.getLogger(__name__)
 
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)  # decoding requests of a measured step
 CONTEXTS = (32, 512)  # their tokens in the KV cache
 PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt tokens of one
-# The same for a CPU, where a start should not wait for more.
-FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS = (1, 8, 32), (32,), (64, 256)
+IMAGES, SIDE = (1, 8), 448  # new images of a measured step, and their pixels in a row
+# The same for a CPU, where a start should not wait for more. Prompt tokens are those at which
+# slopes change: between two others, a fit made the first 128 free, and policies liked such steps.
+FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS, FEW_IMAGES = (1, 8, 32), (32,), (64, 128, 256, 512), (1, 4)
 ADAPTERS, LOAD_WAIT = 16, 5.0  # most adapters to load, and most seconds to wait for each
 MERGED_ADAPTERS, REPEATS = 3, 5  # most adapters whose merging is timed, and merges of each
 ROUNDS = 2  # of a CPU, which others use: of each step the fastest counts
 SECONDS = 60.0  # most to spend on steps; the model is fitted to what was measured until then
 
-Step = tuple[StepShape, list[Work], str | None]
-"""A step to measure: its shape, its works, and the key of the adapter merged into the weights."""
+
+class Step(NamedTuple):
+    """A step to measure."""
+
+    shape: StepShape
+    works: list[Work]
+    merged: str | None  # key of the adapter that is merged into the weights
+    visuals: Sequence[Visual] = ()  # to encode before, as many for each work
 
 
 def ensure_costs(engine: Engine) -> None:
@@ -113,17 +125,17 @@ class Profiler:
         yield None
         captured, uncaptured = engine.runner.captured_prompts, 0.0
         if captured and captured[-1] < engine.settings.max_tokens:
-            if (step := _uncaptured(engine, captured[-1])) is not None:
-                uncaptured = _time(engine, step[1])
+            if (large := _uncaptured(engine, captured[-1])) is not None:
+                uncaptured = _time(engine, large)
             yield None
         for round_ in range(1 if engine.device.type == "cuda" else ROUNDS):
-            for shape, works, merged in _steps(engine):
+            for step in _steps(engine):
                 if self._spent > self._seconds:
                     break
-                times = points.setdefault(shape, [])
+                times = points.setdefault(step.shape, [])
                 if len(times) <= round_:
-                    _merge(engine, merged)
-                    times.append(_time(engine, works))
+                    _merge(engine, step.merged)
+                    times.append(_time(engine, step))
                     yield None
         merges, unmerges = [], []
         for key in _mergeable(engine)[:MERGED_ADAPTERS]:
@@ -184,23 +196,36 @@ def _steps(engine: Engine) -> Iterator[Step]:
             mixes.append((Mode.MIXTURE, mergeable[0], limit))
     settings, cuda = engine.settings, engine.device.type == "cuda"
     max_rows = min(settings.max_requests, settings.max_tokens)
-    batches = [
-        [(context, 1)] * rows
+    batches: list[tuple[list[tuple[int, int]], Sequence[Visual]]] = [
+        ([(context, 1)] * rows, ())
         for context in (CONTEXTS if cuda else FEW_CONTEXTS)
         for rows in (DECODE_ROWS if cuda else FEW_ROWS)
         if rows <= max_rows and context + 1 < engine.context_length
     ]
+    if (prompt := _picture(engine)) is not None:
+        for count in IMAGES if cuda else FEW_IMAGES:
+            if count <= settings.max_requests and count * len(prompt.ids) <= settings.max_tokens:
+                batches.append(([(0, len(prompt.ids))] * count, prompt.visuals))
     for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
         if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
-            batches.append([(0, tokens)])
+            batches.append(([(0, tokens)], ()))
             if tokens > 64:  # prompts are computed beside decoding requests
                 few = min(8, settings.max_requests - 1)
-                batches.append([(0, tokens - few), *[(256, 1)] * few])
+                batches.append(([(0, tokens - few), *[(256, 1)] * few], ()))
     # A step's mixes one after the other: whatever slows the machine down meanwhile slows all.
-    for rows in batches:
+    for rows, visuals in batches:
         for mix in mixes:
-            if (step := make_step(engine, *mix, rows)) is not None:
+            if (step := make_step(engine, *mix, rows, visuals)) is not None:
                 yield step
+
+
+def _picture(engine: Engine) -> Prompt | None:
+    """A prompt about an image; None if the base model reads text alone."""
+    images = [Image.new("RGB", (SIDE, SIDE))]
+    asked = Request.about(images, "What is it?", video=False, id="picture")
+    with contextlib.suppress(ServeError):
+        return engine.prepare(asked).prompt
+    return None
 
 
 def _uncaptured(engine: Engine, captured: int) -> Step | None:
@@ -216,11 +241,16 @@ def _uncaptured(engine: Engine, captured: int) -> Step | None:
 
 
 def make_step(
-    engine: Engine, mode: Mode, merged: str | None, distinct: int, rows: list[tuple[int, int]]
+    engine: Engine,
+    mode: Mode,
+    merged: str | None,
+    distinct: int,
+    rows: list[tuple[int, int]],
+    visuals: Sequence[Visual] = (),
 ) -> Step | None:
     """Return a step of rows (tokens in the KV cache, tokens to compute), None if pages lack.
 
-    Its pages are free, and nobody else takes them while the engine is idle.
+    Each has the `visuals`. Pages are free, and nobody takes them while the engine is idle.
     """
     adapters, size = engine.adapters, engine.settings.block_size
     resident = sorted(adapters.resident)[:distinct]
@@ -242,25 +272,34 @@ def make_step(
         ids = None if decoding else [3 + token % 1000 for token in range(tokens)]
         works.append(Work(number, context, tokens, ids, table, slot, choice=choice))
         left = 0 if decoding else tokens
-        view = RequestView(str(number), key, rank, 0.0, left, kv_tokens=context)
+        images = len(visuals)
+        view = RequestView(str(number), key, rank, 0.0, left, kv_tokens=context, images=images)
         batch.append((view, tokens))
     ranks = {key: int(adapters.ranks[adapters.slot(key)]) for key in resident}
-    return step_shape(mode, merged, batch, ranks), works, merged
+    return Step(step_shape(mode, merged, batch, ranks), works, merged, visuals)
 
 
-def _time(engine: Engine, works: list[Work]) -> float:
+def _time(engine: Engine, step: Step) -> float:
     """Return the seconds of a step; on a GPU its planning hides behind the one before.
 
     On a CPU, whatever else runs makes some steps slower, and costs are kept: the fastest counts.
     """
     slot, cuda = engine.merge_state.slot, engine.device.type == "cuda"
     repeats, together = (3, 3) if cuda else (5, 1)
-    engine.runner.step(works, slot).read()
+    visuals = [visual for _ in step.works for visual in step.visuals]
+    slots = [work.adapter for work in step.works for _ in step.visuals]
+
+    def run() -> StepResult:
+        if visuals:
+            engine.runner.encode(visuals, slots, slot)
+        return engine.runner.step(step.works, slot)
+
+    run().read()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         for _ in range(together):
-            last = engine.runner.step(works, slot)
+            last = run()
         last.read()
         times.append((time.perf_counter() - start) / together)
     return statistics.median(times) if cuda else min(times)

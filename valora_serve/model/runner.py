@@ -502,12 +502,15 @@ class ModelRunner:
     def encode(
         self, visuals: Sequence[Visual], adapters: Sequence[int], merged: int = NONE
     ) -> list[VisualFeatures]:
-        """Encode visuals of one kind and shape; `adapters` are slots for vision, or `NONE`.
+        """Encode visuals of one kind and shape; `adapters` and `merged` are slots, or `NONE`.
 
-        So is `merged`. Images of others beside the merged adapter's have all pristine weights: no
-        term has to take it out again, which would cost time and digits.
+        Images of others beside the merged adapter's have all pristine weights: no term has to take
+        it out again, which would cost time and digits.
         """
+        changes = np.append(self._adapters.vision, False)  # that of `NONE` at the end
         own = np.array(adapters, np.int64)
+        own[~changes[own]] = NONE
+        merged = merged if changes[merged] else NONE
         counts = [next(iter(visual.tensors.values())).shape[0] for visual in visuals]
         batches: dict[int, LoraBatch] = {}
 

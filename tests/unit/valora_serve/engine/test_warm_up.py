@@ -243,7 +243,7 @@ def test_an_engine_serves_without_costs(base, adapters, monkeypatch):
     made = make_engine(base, {"a": adapters["a"]}, profile=True, policy="valora")
     before, times = made.cost, []
 
-    def fail(engine, works):
+    def fail(engine, step):
         times.append(engine.merge_state.adapter)
         if times[-1] is None:
             return 1.0
@@ -269,7 +269,7 @@ def test_a_measurement_that_is_interrupted_goes_on(base, adapters):
             add_requests(engine, question(f"{piece}", "a", tokens=2))
             finish(engine)
     assert profiler.found is not None and profiler.found.measured
-    assert {shape for shape, _, _ in profile._steps(engine)} == profiler._points.keys()
+    assert {step.shape for step in profile._steps(engine)} == profiler._points.keys()
     assert (engine.stats().merged_adapter, engine.stats().pages_kv) == (None, 0)
 
 

@@ -24,7 +24,7 @@ from valora_serve.errors import ServeError
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Mode
 
-VERSION = 6
+VERSION = 7
 
 
 class CostModelError(ServeError):

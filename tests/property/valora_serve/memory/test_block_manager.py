@@ -191,6 +191,14 @@ def cached(manager, tokens, *about, limit=None, **options):
     return found
 
 
+def test_the_last_token_is_always_computed():
+    manager = BlockManager(PagePool(10), 2)
+    compute(manager, [1, 2, 3, 4])
+    assert cached(manager, [1, 2, 3, 4]) == 2
+    assert cached(manager, [1, 2, 3, 4, 5]) == 4
+    assert cached(manager, [1, 2, 3, 4, 5], limit=3) == 2
+
+
 CAT_AND_DOG = [ImageSpan(1, 3, b"cat"), ImageSpan(3, 5, b"dog")]
 
 

@@ -36,7 +36,11 @@ class Naive:
 class Pages(RuleBasedStateMachine):
     """Compares the block manager with a model that records what every page holds."""
 
-    @initialize(pages=st.integers(1, 24), block=st.integers(1, 4), caching=st.booleans())
+    @initialize(
+        pages=st.integers(1, 24),
+        block=st.integers(1, 4),
+        caching=st.sampled_from([True, True, False]),
+    )
     def start(self, pages, block, caching):
         self.pool = PagePool(pages)
         self.manager = BlockManager(self.pool, block, caching=caching)
@@ -45,6 +49,7 @@ class Pages(RuleBasedStateMachine):
         self.adapters = []
         self.holds = {}  # page: prefix that was computed into it
         self.found = {}  # prefix: page where it can be found
+        self.asked = []
         self.count = 0
 
     def overwritten(self, pages):
@@ -71,8 +76,13 @@ class Pages(RuleBasedStateMachine):
         limit=st.none() | st.integers(0, 10),
         tenant=st.sampled_from(TENANTS),
         whole=st.booleans(),
+        again=st.integers(0, 3),
     )
-    def open(self, tokens, salt, image, limit, tenant, whole):
+    def open(self, tokens, salt, image, limit, tenant, whole, again):
+        """Open a sequence, one of the last ones `again` or a new one."""
+        if 0 < again <= len(self.asked):
+            tokens, salt, image, tenant, whole = self.asked[-again]
+        self.asked.append((tokens, salt, image, tenant, whole))
         spans = []
         if image and image[0] < len(tokens):
             spans = [ImageSpan(image[0], min(image[0] + image[1], len(tokens)), image[2], whole)]
@@ -88,7 +98,7 @@ class Pages(RuleBasedStateMachine):
         self.sequences[self.count] = naive
 
     @precondition(lambda self: self.sequences)
-    @rule(data=st.data(), extra=st.integers(0, 6))
+    @rule(data=st.data(), extra=st.integers(0, 14))
     def advance(self, data, extra):
         """Reserve pages, compute some tokens, and perhaps generate one."""
         key = data.draw(st.sampled_from(sorted(self.sequences)))
@@ -173,7 +183,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = examples(60, stateful_step_count=40)
+TestPages.settings = examples(100, stateful_step_count=60)
 
 
 def compute(manager, tokens, *about, **options):

@@ -32,7 +32,7 @@ PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt token
 IMAGES, SIDE = (1, 8), 448  # new images of a measured step, and their pixels in a row
 # The same for a CPU, where a start should not wait for more. Prompt tokens are those at which
 # slopes change: between two others, a fit made the first 128 free, and policies liked such steps.
-FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS, FEW_IMAGES = (1, 8, 32), (32,), (64, 128, 256, 512), (1, 4)
+FEW_ROWS, FEW_CONTEXTS, FEW_TOKENS, FEW_IMAGES = (1, 8, 32), (32,), (64, 128, 256), (1, 4)
 ADAPTERS, LOAD_WAIT = 16, 5.0  # most adapters to load, and most seconds to wait for each
 MERGED_ADAPTERS, REPEATS = 3, 5  # most adapters whose merging is timed, and merges of each
 ROUNDS = 2  # of a CPU, which others use: of each step the fastest counts
@@ -206,6 +206,8 @@ def _steps(engine: Engine) -> Iterator[Step]:
         for count in IMAGES if cuda else FEW_IMAGES:
             if count <= settings.max_requests and count * len(prompt.ids) <= settings.max_tokens:
                 batches.append(([(0, len(prompt.ids))] * count, prompt.visuals))
+    if settings.max_requests >= 4 and settings.max_tokens >= 4 * 64:  # whose tokens see few others
+        batches.append(([(0, 64)] * 4, ()))
     for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
         if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
             batches.append(([(0, tokens)], ()))
@@ -285,7 +287,7 @@ def _time(engine: Engine, step: Step) -> float:
     On a CPU, whatever else runs makes some steps slower, and costs are kept: the fastest counts.
     """
     slot, cuda = engine.merge_state.slot, engine.device.type == "cuda"
-    repeats, together = (3, 3) if cuda else (5, 1)
+    repeats, together = (3, 3) if cuda else (2, 1)
     visuals = [visual for _ in step.works for visual in step.visuals]
     slots = [work.adapter for work in step.works for _ in step.visuals]
 

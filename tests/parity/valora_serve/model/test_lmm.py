@@ -19,6 +19,7 @@ from tests.support.engine_reference import (
 )
 from tests.support.lmm_checkpoints import APART, CHECKPOINTS, FRAMES_AS_IMAGES, TEXT_CHECKPOINTS
 from tests.support.serve_helpers import make_adapters
+from valora_kernels.launching import ALIGNMENT
 from valora_serve.errors import RequestError
 from valora_serve.types import Mode, Request, SamplingParams
 
@@ -136,6 +137,8 @@ def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
     assert engine.lmm.linears.groups.keys() == {
         name for key in (whole, part) for name in engine.adapters._entries[key].packed.groups
     }
+    for memory in engine.lmm.linears.merged:  # odd widths leave the launch to all others
+        assert len({any(n % ALIGNMENT for n in shape) for shape in memory.shapes.values()}) == 1
     plain = requests_of(family, [None])
     requests = requests_of(family, ["all", None, "text"])
     for mode, merged, asked in (

@@ -269,7 +269,9 @@ def test_a_measurement_that_is_interrupted_goes_on(base, adapters):
             add_requests(engine, question(f"{piece}", "a", tokens=2))
             finish(engine)
     assert profiler.found is not None and profiler.found.measured
-    assert {step.shape for step in profile._steps(engine)} == profiler._points.keys()
+    shapes = profiler._points.keys()
+    assert {step.shape for step in profile._steps(engine)} == shapes
+    assert {shape.images for shape in shapes} == {0, *profile.FEW_IMAGES}
     assert (engine.stats().merged_adapter, engine.stats().pages_kv) == (None, 0)
 
 

@@ -33,7 +33,6 @@ TABLE = re.compile(r"^(?:\|.*\n?){3,}", re.MULTILINE)
 WAIT = {"ablation", "four-bits", "peft", "skew", "ways"}
 """Figures with tables that wait for a machine, most of them for a GPU: only fewer, please."""
 BY_HAND = {
-    ("benchmarks.md", "set"),
     ("benchmarks.md", "case (H200)"),  # other servers' runs
     ("benchmarks.md", "case (H100)"),
     ("papers.md", "figure"),  # the papers' numbers, and ours in a word

@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 3_547,
     "tests/*/valora_teachers": 1_142,
     "tests/*/valora_kernels": 1_937,
-    "tests/*/valora_serve": 22_742,
+    "tests/*/valora_serve": 22_750,
     "tests/unit/bench": 1_576,
     BENCH: 12_909,
 }

@@ -1,6 +1,6 @@
 """A front: a process with the public port that passes requests to replicas, and answers back.
 
-`python -m valora_serve.replicas.front` reads from stdin what `cluster.Fronts` writes.
+`python -m valora_serve.replicas.front` reads from stdin what `cluster.keep_fronts` writes.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Front:
             await error_answer(error)(scope, receive, send)
 
     async def _handle(self, request: Request, send: Send) -> None:
-        length = request.headers.get("content-length", "0")
+        length = request.headers.get(LENGTH, "0")
         if "transfer-encoding" in request.headers or int(length[:20] or 0) > LARGE_BYTES:
             self._keys.check(request.headers.get("authorization"))  # before it takes memory
         body = await self._bodies.read(request, Rules())
@@ -226,11 +226,12 @@ def named(request: Request, body: bytes) -> str | None:
         return given
     if (domain := _VISION.search(request.scope["path"])) is not None:
         return domain[1]
-    is_object, name = body[:64].lstrip()[:1] == b"{", cast("str | None", None)
-    if is_object and (found := _MODEL.search(body) or _DOMAINS.search(body)) is not None:
+    if body[:64].lstrip()[:1] != b"{":
+        return None
+    if (found := _MODEL.search(body) or _DOMAINS.search(body)) is not None:
         with contextlib.suppress(ValueError):
-            name = json.loads(found[1])
-    return name
+            return cast("str", json.loads(found[1]))
+    return None
 
 
 def listed(pages: Mapping[str, bytes]) -> bytes:

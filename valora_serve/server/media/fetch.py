@@ -26,10 +26,10 @@ from pydantic_core import CoreSchema, core_schema
 
 from valora_data.contract.files import UnreadableError, open_regular
 from valora_serve.errors import ImageError
+from valora_serve.server.bodies import LARGE_BYTES
 from valora_serve.server.settings import ServerSettings
 
 MAX_REDIRECTS = 3
-SMALL = 1 << 16  # characters of a data: URL up to which waiting for a thread takes longer
 _DATA_URL = re.compile(r"data:[^,]{0,1000}; *base64 *,", re.IGNORECASE)
 _STANDARD = bytes.maketrans(b"-_", b"+/")  # from the alphabet that is safe in URLs
 _SPACES = b" \t\n\f\r"
@@ -89,7 +89,7 @@ class Fetcher:
         scheme = url[:8].partition(":")[0].lower()
         in_thread = partial(asyncio.get_running_loop().run_in_executor, self._threads)
         if scheme == "data":
-            if len(url) <= SMALL:
+            if len(url) <= LARGE_BYTES:  # waiting for a thread would take longer
                 return _from_data_url(url, max_bytes, what)
             return await in_thread(_from_data_url, url, max_bytes, what)
         if scheme == "file":

@@ -67,8 +67,8 @@ FIGURES = {
     "training": Figure("tests.bench.valora_train.bench_train", 1),
     "four-bits": Figure("tests.bench.valora_train.bench_fuse --limit 16", 1),
     "ways": Figure(
-        "tests.bench.valora_train.bench_compare --strategies paper rehearsal affinity "
-        "--shares 0.97 --ewc 100 --processes 6 -- task=detection model.device=cuda",
+        "tests.bench.valora_train.bench_compare --strategies affinity --shares 0.97 --ewc 100 "
+        "--processes 12 -- task=detection model.device=cuda",
         1,
     ),
     "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel --ways one slora replicate_a", 2),

@@ -30,7 +30,7 @@ from valora_data.contract.head import Head
 from valora_data.contract.heads import LARGEST
 from valora_data.contract.label_head import LabelHead
 from valora_data.models.base import Architecture, ModelPart
-from valora_serve.catalogue.patterns import MAX_PATTERNS, place
+from valora_serve.catalogue.patterns import MAX_PATTERNS, alphas
 from valora_serve.errors import AdapterError, pickle_error
 
 CONFIG = "adapter_config.json"
@@ -43,19 +43,17 @@ MAX_RANK = 256  # largest rank that the kernels compute
 SCALINGS = (1e-6, 1e4)
 """Smallest and largest absolute scaling that is not 0. Those of trained adapters lie between 0.01
 and 1,000; their quotients must fit into the matrices when modules of an adapter differ."""
-SAFE = 1e-15, 1e18  # norms that float32 computes right
-MAX_CHANGE = 1e3
-"""Bound on what an adapter may add to a single weight. Trained adapters stay below 1, as the
-weights of language models do; one that a thousand times exceeds that has diverged."""
 
 HONOURED = {
-    "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
-    "exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights",
-    "modules_to_save", "peft_type",
+    "lora_alpha", "use_rslora", "alpha_pattern", "init_lora_weights", "modules_to_save",
+    "peft_type",
 }  # fmt: skip
 """Options of PEFT's configuration that change the result, and are followed or checked."""
 
 WITHOUT_EFFECT = {
+    # What was trained, and with which rank: the tensors are that.
+    "exclude_modules", "layers_pattern", "layers_to_transform", "r", "rank_pattern",
+    "target_modules",
     # Origin of the adapter.
     "auto_mapping", "base_model_name_or_path", "peft_version", "revision", "task_type",
     # Training only; `ensure_weight_tying` is of layers that cannot be adapted here.
@@ -202,10 +200,10 @@ def _read(folder: Path, targets: ModelTargets) -> Adapter:
     if not found:
         raise ValueError("it holds no tensors: save it again")
     paths = sorted(found, key=list(targets.linears).index)
-    places = place(config, [(path, stored[path]) for path in paths])
+    own = alphas(config["alpha_pattern"], [(path, stored[path]) for path in paths])
     modules = {
-        path: _pair(path, numbers, found[path], targets.linears[path], rslora=config["use_rslora"])
-        for path, numbers in zip(paths, places, strict=True)
+        path: _pair(path, config, alpha, found[path], targets.linears[path])
+        for path, alpha in zip(paths, own, strict=True)
     }
     scalings = Counter(pair.scaling for pair in modules.values() if pair.scaling)
     vision = {
@@ -298,58 +296,33 @@ def _take_score(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> tor
     return score
 
 
-NUMBERS: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
-    ("rank_pattern", "r", lambda one: type(one) is int and one >= 1, "a rank of at least 1"),
-    ("alpha_pattern", "lora_alpha",
-     lambda one: type(one) in (int, float) and math.isfinite(one), "a number"),
-)  # fmt: skip
-"""Numbers by pattern, for all other modules, and what they must be."""
-
-
 def _check_rules(config: dict[str, Any]) -> None:
-    """Check what a configuration says of modules; lists and patterns that it leaves out are empty.
-
-    Raises a ValueError.
-    """
-    for option, general, fine, what in NUMBERS:
-        config[option] = given = config.get(option) or {}
-        few = isinstance(given, dict) and len(given) <= MAX_PATTERNS
-        expect(few, option, f"at most {MAX_PATTERNS} values by pattern", given)
-        expect(fine(config.get(general)), general, what, config.get(general))
-        for key, value in given.items():
-            expect(fine(value), f"{option}.{shown(key)}", what, value)
+    """Check the options that are followed, and fill in those that are left out; or ValueError."""
+    config["alpha_pattern"] = given = config.get("alpha_pattern") or {}
+    few = isinstance(given, dict) and len(given) <= MAX_PATTERNS
+    expect(few, "alpha_pattern", f"at most {MAX_PATTERNS} values by pattern", given)
+    own = {f"alpha_pattern.{shown(key)}": value for key, value in given.items()}
+    for option, value in {"lora_alpha": config.get("lora_alpha"), **own}.items():
+        number = type(value) in (int, float) and math.isfinite(value)
+        expect(number, option, "a number", value)
     config["use_rslora"] = rslora = config.get("use_rslora") or False
     expect(isinstance(rslora, bool), "use_rslora", "true or false", rslora)
-    layers = config.get("layers_to_transform")
-    layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
-    for layer in layers:
-        expect(type(layer) is int, "layers_to_transform", "whole numbers", layer)
-    config["layers_to_transform"] = layers
-    for option in ("target_modules", "exclude_modules", "layers_pattern", "modules_to_save"):
-        config[option] = value = config.get(option) or []
-        names = isinstance(value, list) and all(isinstance(item, str) for item in value)
-        one = isinstance(value, str) and option != "modules_to_save"
-        expect(names or one, option, "a list of names", value)
-    if isinstance(config["layers_pattern"], str):
-        config["layers_pattern"] = [config["layers_pattern"]]
+    config["modules_to_save"] = saved = config.get("modules_to_save") or []
+    names = isinstance(saved, list) and all(isinstance(item, str) for item in saved)
+    expect(names, "modules_to_save", "a list of names", saved)
 
 
 def _pair(
-    path: str,
-    numbers: tuple[int, float] | None,
-    tensors: Halves,
+    path: str, config: Mapping[str, Any], alpha: float | None, tensors: Halves,
     shape: tuple[int, int],
-    *,
-    rslora: bool,
-) -> LoraPair:
+) -> LoraPair:  # fmt: skip
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]
         raise ValueError(f"{only} has no partner; save the adapter again")
-    if numbers is None:
-        raise ValueError(f"{tensors['A'][0]} is what target_modules does not name: add it")
-    rank, alpha = numbers
-    if rank > MAX_RANK:
-        raise ValueError(f"expected a rank of at most {MAX_RANK}, got {rank}; train it again")
+    a, b = (tensors[part][1] for part in "AB")
+    rank = a.shape[0] if a.ndim else 0
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"expected a rank of 1 to {MAX_RANK}, got {rank}; train it again")
     want = {"A": (rank, shape[1]), "B": (shape[0], rank)}
     for part, (name, tensor) in tensors.items():
         if tuple(tensor.shape) != want[part]:
@@ -357,45 +330,16 @@ def _pair(
                 f"tensor {name}: expected shape {want[part]}, got {tuple(tensor.shape)}; use the "
                 "base model that it was trained on"
             )
-    scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"tensor {name} holds NaN or Inf; train it again")
+    alpha = config["lora_alpha"] if alpha is None else alpha
+    scaling = alpha / math.sqrt(rank) if config["use_rslora"] else alpha / rank
     if scaling and not SCALINGS[0] <= abs(scaling) <= SCALINGS[1]:
         raise ValueError(
             f"lora_alpha {alpha:g} and rank {rank} give {path} the scaling {scaling:.3g}, "
             f"expected {SCALINGS[0]:g} to {SCALINGS[1]:g}; correct its {CONFIG}"
         )
-    pair = LoraPair(a=tensors["A"][1], b=tensors["B"][1], scaling=scaling)
-    _check_size(pair, {part: name for part, (name, _) in tensors.items()})
-    return pair
-
-
-def _largest_norm(tensor: torch.Tensor, axis: int, dtype: torch.dtype) -> float:
-    # torch.linalg.vector_norm takes ten times as long along the columns of a row-major matrix
-    return math.sqrt(float(tensor.to(dtype).square().sum(axis).max()))
-
-
-def _check_size(pair: LoraPair, names: Mapping[str, str]) -> None:
-    """Refuse matrices that are not finite, or so large that training can only have diverged."""
-    norms = {}
-    for part, tensor, axis in (("A", pair.a, 0), ("B", pair.b, 1)):
-        norm = _largest_norm(tensor, axis, torch.float32)
-        if not SAFE[0] < norm < SAFE[1]:  # whose squares float32 may not hold
-            norm = _largest_norm(tensor, axis, torch.float64)
-            if not bool(tensor.float().isfinite().all()):
-                largest = float(tensor.double().abs().max())
-                what = "holds NaN or Inf"
-                if math.isfinite(largest):
-                    what = f"reaches {largest:.3g}, which float32 cannot hold"
-                raise ValueError(f"tensor {names[part]} {what}; train it again")
-        norms[part] = norm
-    # By Cauchy and Schwarz, a bound on all entries of scaling · B·A.
-    change = abs(pair.scaling) * norms["A"] * norms["B"]
-    if change > MAX_CHANGE:
-        raise ValueError(
-            f"tensor {names['B']} (rows up to {norms['B']:.3g}), its lora_A (columns up to "
-            f"{norms['A']:.3g}) and the scaling {pair.scaling:.3g} change weights by up to "
-            f"{change:.3g}, more than {MAX_CHANGE:g}: its training has diverged; train it again "
-            "with a smaller learning rate"
-        )
+    return LoraPair(a=a, b=b, scaling=scaling)
 
 
 def _content(modules: Mapping[str, LoraPair]) -> str:

@@ -3,7 +3,6 @@
 Each is finite as a file. What they compute is not: for every input, or for some only.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -45,12 +44,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:flex_attention called without"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    """Lets files in whatever their values are, to see what stands behind that check."""
-    monkeypatch.setattr("valora_serve.catalogue.adapters.MAX_CHANGE", math.inf)
 
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]

@@ -138,7 +138,6 @@ def test_content_is_what_changes_the_result(random_llava, targets, tmp_path):
         assert found == alike
 
 
-WRONG = [None, True, "8", 8.0, 0, -1, [8], {"r": 8}, 10**17, [], "", float("inf"), float("nan")]
 MERGE = "cannot be served; merge it into a copy of .*merge_and_unload"
 REFUSED = [
     ({"use_dora": True}, rf"use_dora = True {MERGE}.*or train it again without DoRA"),
@@ -159,17 +158,9 @@ REFUSED = [
     ({"peft_type": "LOHA"}, "type LOHA.*save_as_lora"), ({"peft_type": "VERA"}, "save_as_lora"),
     ({"peft_type": "IA3"}, "merge_and_unload"), ({"peft_type": "PREFIX_TUNING"}, "train a LoRA"),
     ({"peft_type": ["LORA"]}, "only LORA"), ({"peft_type": {"x" * 10**5: 1}}, "only LORA"),
-    ({"r": 4}, r"q_proj.lora_.*expected shape .*4"),
-    *(({option: value, "layers_to_transform": [0]} | more, rf"part of .*{option} is no regular")
-      for option, value, more in (
-          ("target_modules", "(", {}), ("exclude_modules", "(", {}), ("rank_pattern", {"(": 4}, {}),
-          ("alpha_pattern", {"(": 8}, {}), ("layers_pattern", "(", {"target_modules": ["q_proj"]}),
-          ("target_modules", "(" * 150 + ")" * 150 + "[", {}))),
-    *(({"r": value}, "r: expected a rank|at most 256") for value in WRONG),
-    *(({"rank_pattern": {"q_proj": value}}, "rank_pattern.*expected a rank|at most 256")
-      for value in WRONG),
-    ({"rank_pattern": "q_proj"}, "rank_pattern: expected"),
-    ({"rank_pattern": {str(n): 8 for n in range(3000)}}, "at most 2048"),
+    *(({"alpha_pattern": {value: 8}}, "part of alpha_pattern is no regular")
+      for value in ("(", "(" * 150 + ")" * 150 + "[")),
+    ({"alpha_pattern": {str(n): 8 for n in range(3000)}}, "at most 2048"),
     *(({"lora_alpha": value}, "expected a number") for value in
       (None, True, "16", [16], {}, float("inf"), float("nan"))),
     *(({"lora_alpha": value}, "scaling") for value in (1e300, -1e9, 1e5 * 8, 1e-300, 1e-9)),
@@ -177,18 +168,6 @@ REFUSED = [
     ({"alpha_pattern": {"1.self_attn.q_proj": 1e300}}, r"layers\.1.*the scaling"),
     ({"alpha_pattern": [1]}, "alpha_pattern: expected"),
     ({"use_rslora": "no"}, "use_rslora: expected true or false"),
-    *(({"target_modules": value}, "target_modules: expected a list of names") for value in
-      (5, {"q_proj": 1}, [["q_proj"]])),
-    *(({"target_modules": value}, "q_proj.* target_modules does not name") for value in
-      (None, ["v_proj"])),
-    ({"exclude_modules": [5]}, "exclude_modules: expected a list of names"),
-    *(({"layers_to_transform": value}, "layers_to_transform: expected whole numbers") for value in
-      ("x", [True], [0.0], {"0": 1})),
-    ({"target_modules": ["q_proj"], "layers_to_transform": [1]}, "target_modules does not name"),
-    ({"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": [5]},
-     "layers_pattern: expected a list of names"),
-    ({"target_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "x|model"},
-     "target_modules does not name"),
 ]  # fmt: skip
 
 
@@ -215,10 +194,6 @@ def test_configurations_that_no_reader_should_parse(random_llava, targets, tmp_p
         file.write_text(text)
         with pytest.raises(AdapterError, match=message):
             read_adapter(tmp_path, targets)
-
-
-def times(factor, part, dtype=torch.float32):
-    return lambda name, tensor: tensor.to(dtype) * (factor if f"lora_{part}" in name else 1)
 
 
 FLOATS = [
@@ -277,12 +252,8 @@ def put(value):
         (None, put(float("inf")), r"layers\.1.*q_proj\.lora_A.*NaN or Inf"),
         (None, lambda n, t: t[:, 1:] if "1.self_attn.q_proj.lora_A" in n else t, "expected shape"),
         (None, lambda n, t: t.to(torch.int32), r"dtype torch\.int32; save"),
-        (None, times(1e30, "B"), "lora_B.*has diverged; train it again with a smaller"),
-        (None, times(1e30, "A"), "has diverged"),
-        (None, times(1e6, "B"), r"change weights by up to .*more than 1000: its training has div"),
-        (None, times(1e100, "A", torch.float64), r"lora_A.*reaches .*e\+\d\d, which float32 cann"),
-        (None, times(float("nan"), "A", torch.float64), "NaN or Inf"),
-        (None, times(1e30, "B", torch.bfloat16), "has diverged"),
+        (None, lambda n, t: t * torch.tensor(torch.nan, dtype=torch.float64), "NaN or Inf"),
+        (None, lambda n, t: t[:, :0] if "lora_B" in n else t[:0], "rank of 1 to 256, got 0"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(rename, change, message, targets, folder):

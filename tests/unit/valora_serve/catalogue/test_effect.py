@@ -41,6 +41,7 @@ NORMS = {"q": float(base_weight().norm() / OUT**0.5)}
     {
         "A": lambda p: replace(p, a=p.a * 1e30),
         "B": lambda p: replace(p, b=p.b * 1e30),
+        "beyond float32": lambda p: replace(p, a=p.a.double() * 1e100),
         "the product, not A and B": lambda p: replace(p, a=p.a * 1e20, b=p.b * 1e20),
         "the product without scaling":
             lambda p: replace(p, a=p.a * 1e20, b=p.b * 1e20, scaling=1e-40),

@@ -16,8 +16,6 @@ from valora_train.fusion.state import FUSION
 from valora_train.reporting.texts import markdown_table
 from valora_train.stage import read_json
 
-PAPER_DOMAINS_PER_ADAPTER = 4  # on average
-
 
 def main() -> None:
     """Print the table, and draw the figure if `--picture` is given."""
@@ -43,8 +41,6 @@ def main() -> None:
         for point in points
     ]
     print("\n".join(markdown_table(("domains", "mean", *names), rows)))
-    each = fmean(map(len, result["packing"].values())) if result["packing"] else 0.0
-    print(f"\n{each:.1f} domains per adapter here, {PAPER_DOMAINS_PER_ADAPTER} in the paper")
     if given.picture is not None:
         task = given.stage.name.removeprefix("fuse-").rpartition("-")[0]
         draw(points, names, task).savefig(given.picture)

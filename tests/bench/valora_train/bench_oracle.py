@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean
 
@@ -106,6 +106,17 @@ def share_rows(table: OracleTable) -> list[list]:
     return [row + row[-1:] * (len(SHARES) + 1 - len(row)) for row in rows]
 
 
+def size_rows(table: OracleTable) -> list[str]:
+    """Mean and least share of the dedicated adapters on test, by the domains of one adapter."""
+    kept: dict[int, list[float]] = {}
+    for seed, name in product(table.seeds, table.names()):
+        reached = table.reached(seed, name).items()
+        kept.setdefault(len(name), []).extend(
+            one.test / table.alone(seed, domain).test for domain, one in reached
+        )
+    return [f"{fmean(shares):.3f} ({min(shares):.3f})" for shares in kept.values()]
+
+
 def all_tasks(vectors: int) -> None:
     """Print the fewest adapters of every task, and how close the strategies come."""
     tables = [OracleTable.read(file) for file in sorted(ORACLES.glob("*.json"))]
@@ -115,6 +126,7 @@ def all_tasks(vectors: int) -> None:
         one.task: {name: share for name, share, *_ in strategy_rows(one, asked[one.task])}
         for one in tables
     }
+    sizes = range(1, 1 + max(len(one.domains) for one in tables))
     most = f"adapters (worst share on test) at {SHARES[-1]:.0%}"
     for title, columns, rows in (
         ("Fewest adapters (worst share on test)", ("task", *(f"{one:.0%}" for one in SHARES)),
@@ -123,6 +135,9 @@ def all_tasks(vectors: int) -> None:
          [[name, *(of[name][-1] for of in found.values())] for name in ("fewest", *STRATEGIES)]),
         ("Requirements at random for which a strategy finds the fewest", ("strategy", *found),
          [[name, *(of[name] for of in optimal.values())] for name in STRATEGIES]),
+        ("Mean (least) share of the dedicated adapters on test, by domains in one adapter",
+         ("task", *map(str, sizes)),
+         [[one.task, *size_rows(one), *[""] * (len(sizes) - len(one.domains))] for one in tables]),
     ):  # fmt: skip
         print("\n".join([f"## {title}", *markdown_table(columns, rows)]), flush=True)
 

@@ -5,6 +5,8 @@ import sys
 import pytest
 
 from tests.bench.valora_train import accuracy_curve
+from tests.bench.valora_train.bench_oracle import size_rows
+from tests.bench.valora_train.oracle_table import Measured, OracleTable
 from valora_train.stage import write_json
 
 ATTEMPTS = [
@@ -20,8 +22,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="holds no fusion"):
         accuracy_curve.main()
     attempts = [{"adapter": adapter, "accuracy": found} for adapter, found in ATTEMPTS]
-    packing = {"adapter-1": ["a", "b"], "adapter-2": ["c"]}
-    write_json(tmp_path / "fusion.json", {"packing": packing, "attempts": attempts})
+    write_json(tmp_path / "fusion.json", {"attempts": attempts})
     accuracy_curve.main()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "| domains | mean | a | b | d |"
@@ -29,5 +30,12 @@ def test_command(tmp_path, monkeypatch, capsys):
         "| 1 | 0.900 | 0.900 |  |  |", "| 2 | 0.750 | 0.800 | 0.700 |  |",
         "| 2 | 0.850 | 0.800 |  | 0.900 |",
     ]  # fmt: skip
-    assert lines[-1] == "1.5 domains per adapter here, 4 in the paper"
     assert (tmp_path / "a.png").stat().st_size > 1000
+
+
+def test_shares_of_dedicated_adapters():
+    reached = {"a": 0.8, "b": 0.5}, {"a": 0.6, "b": 0.6}
+    groups = {frozenset(name): {name: Measured(0, reached[0][name])} for name in "ab"}
+    groups[frozenset("ab")] = {name: Measured(0, of) for name, of in reached[1].items()}
+    table = OracleTable("t", ["a", "b"], {"a": 1, "b": 1}, groups={0: groups})
+    assert size_rows(table) == ["1.000 (1.000)", "0.975 (0.750)"]

@@ -20,7 +20,7 @@ class ReplicaSettings:
 
     Attributes:
         replicas: Number of engines, each with a GPU of its own or, on machines without GPUs, with
-            its share of the cores; none for one engine in this process, without Ray.
+            its share of the cores; none for one engine, without Ray.
         fronts: Number of processes that share the port and pass requests to the replicas; none for
             a quarter of this machine's cores, from 2 to 16.
         max_replicas: Most replicas, if more are started while requests queue up (autoscaling).

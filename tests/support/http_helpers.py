@@ -19,6 +19,7 @@ from valora_serve.server.app import create_app, make_server
 from valora_serve.server.listen import bind
 from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.resolving.cache import Entry
 from valora_serve.server.settings import ServerSettings
 
 CHAT = "/v1/chat/completions"
@@ -137,6 +138,11 @@ def encoded(image, form="PNG", **options):
 
 
 PNG = encoded(picture())
+
+
+def entry(name, folder):
+    """An adapter as a request has fetched it."""
+    return Entry(name, "file", "place", "1", 8, {}, folder)
 
 
 def adapter(folder, base="tiny", size=8, content=None):

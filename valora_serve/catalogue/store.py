@@ -78,7 +78,7 @@ class ResolvedModel:
 class Staged:
     """A bundle or adapter that was read and checked, and cannot be named yet."""
 
-    bundle: str | None  # None for a plain adapter
+    bundle: str | None  # with its version; None for a plain adapter
     targets: tuple[ResolvedModel, ...]  # adapters before domains
     adapters: Mapping[str, Adapter]  # with matrices, by content hash
     folder: Path
@@ -174,12 +174,10 @@ class Store:
         return Staged(None, (target,), {adapter.content: adapter}, folder)
 
     def _adapter(
-        self, name: str, folder: Path, *, bundle: Bundle | None = None, **facts: Any
+        self, name: str, folder: Path, *, decode_only: bool, encodes: int | None = None
     ) -> tuple[Adapter, ResolvedModel]:
-        """An adapter, and its entry with further `facts` of `ServedModel`."""
-        self._check_name(name)
-        adapter = read_adapter(folder, self._targets)
-        head = None
+        """An adapter, and its entry."""
+        adapter, head = read_adapter(folder, self._targets), None
         if adapter.score is not None:
             try:
                 head = make_classifier(adapter, adapter.score, self._width).to(self._device)
@@ -188,23 +186,16 @@ class Store:
                     f"adapter {folder}: its output layer cannot be used ({error}): serve it with "
                     f"transformers, or correct {MODEL_CONFIG}"
                 ) from error
-        if facts.get("decode_only") and adapter.vision_content:
+        if decode_only and adapter.vision_content:
             raise AdapterError(
                 f"adapter {folder} changes how images are encoded, which decode_only leaves to the "
                 "base model: load it without decode_only"
             )
         model = ServedModel(
-            name=name,
-            kind="adapter",
-            root=str(folder),
-            parent=self.base,
-            adapter=name,
-            bundle=None if bundle is None else f"{bundle.name}@{bundle.version}",
-            rank=adapter.rank,
-            head=None if head is None else head.kind,
-            labels=() if head is None else head.labels,
-            **{"loaded_at": time.time(), **facts},
-        )
+            name, "adapter", str(folder), parent=self.base, adapter=name, rank=adapter.rank,
+            head=None if head is None else head.kind, labels=() if head is None else head.labels,
+            decode_only=decode_only, encodes=encodes,
+        )  # fmt: skip
         return adapter, ResolvedModel(model, replace(adapter, modules={}, score=None), head)
 
     def stage_bundle(self, folder: Path) -> Staged:
@@ -223,7 +214,7 @@ class Store:
     def _stage(self, bundle: Bundle) -> Staged:
         if not bundle.adapters and not bundle.domains:
             raise ValueError("it holds no domain")
-        loaded_at, golden = time.time(), _golden_examples(bundle)
+        examples = _golden_examples(bundle)
         adapters: dict[str, Adapter] = {}
         listed: dict[str, ResolvedModel] = {}
         targets: list[ResolvedModel] = []
@@ -233,8 +224,8 @@ class Store:
                 _verified(bundle, f"{facts['path']}/{file}")
             folder = bundle.folder / facts["path"]
             adapter, target = self._adapter(
-                f"{bundle.name}/{short}", folder, bundle=bundle, encodes=encodes,
-                decode_only=bool(facts.get("decode_only")), loaded_at=loaded_at,
+                f"{bundle.name}/{short}", folder, decode_only=bool(facts.get("decode_only")),
+                encodes=encodes,
             )  # fmt: skip
             if encodes is not None:
                 encoder = read_encoder(folder, self._config)
@@ -246,31 +237,29 @@ class Store:
             listed.setdefault(short, target)
             targets.append(target)
         memories: dict[str, Memory] = {}
-        contexts: dict[str, Context] = {}
-        for name, entry in bundle.contexts.items():
-            contexts[name], memory = read_context(
-                name, entry, bundle.folder, self.base_hash(), self._config
-            )
-            if memory is not None:
-                memories[contexts[name].content] = memory
         for name, facts in bundle.domains.items():
-            targets.append(self._domain(
-                bundle, name, listed.get(facts["adapter"]), golden, loaded_at, contexts.get(name)
-            ))  # fmt: skip
-        return Staged(bundle.name, tuple(targets), adapters, bundle.folder, memories)
+            context = None
+            if (entry := bundle.contexts.get(name)) is not None:
+                context, memory = read_context(
+                    name, entry, bundle.folder, self.base_hash(), self._config
+                )
+                memories |= {} if memory is None else {context.content: memory}
+            golden = [one for one in examples if one.get("domain") == name]
+            by = listed.get(facts["adapter"])
+            targets.append(self._domain(bundle, name, by, golden, context))
+        named = f"{bundle.name}@{bundle.version}"
+        return Staged(named, tuple(targets), adapters, bundle.folder, memories)
 
     def stage_context(self, name: str, folder: Path) -> Staged:
         """Read a context of `contexts.write_context`, without making it nameable; as above."""
-        self._check_name(name)
         entry, adapter = read_facts(folder)
         context, memory = read_context(name, entry, folder, self.base_hash(), self._config)
         by = None if adapter is None else self.adapter_of(name, adapter)
         model = ServedModel(
             name=name, kind="domain", root=str(folder), **self._answered_by(by), task=CONTEXT_TASK,
-            prompt="{}", prompted=True, **_about(context), loaded_at=time.time(),
+            prompt="{}", prompted=True, **_about(context),
         )  # fmt: skip
-        used = None if by is None else by.adapter
-        target = ResolvedModel(model, used, context=context)
+        target = ResolvedModel(model, None if by is None else by.adapter, context=context)
         memories = {} if memory is None else {context.content: memory}
         return Staged(None, (target,), {}, folder, memories)
 
@@ -298,12 +287,10 @@ class Store:
         bundle: Bundle,
         name: str,
         by: ResolvedModel | None,
-        examples: Sequence[dict[str, Any]],
-        loaded_at: float,
+        golden: Sequence[dict[str, Any]],
         context: Context | None,
     ) -> ResolvedModel:
         """A domain of a bundle; `by` is the adapter that answers, None for the base model."""
-        self._check_name(name)
         facts = bundle.domains[name]
         labels = tuple(facts.get("labels") or ())
         head = None
@@ -314,11 +301,8 @@ class Store:
             head = head.configured(facts)
             if by is not None and by.model.decode_only and head.reads_visual:
                 raise ValueError(f"the head of {name} reads images, which decode_only forbids")
-        golden = [one for one in examples if one.get("domain") == name]
-        rests = (one.get("rest") for one in golden)
+        rests = (one.get("rest") for one in golden if facts.get("media") != "text")
         counts = {1 + len(rest) if isinstance(rest, list) else 1 for rest in rests}
-        if facts.get("media") == "text":
-            counts.clear()
         accuracy = facts.get("accuracy") or {}
         same = ("task", "metric", "required", "prompt", "media", "max_tokens")
         taken: dict[str, Any] = {key: facts.get(key) for key in same}
@@ -329,9 +313,7 @@ class Store:
             labels=labels or (() if head is None else head.labels),
             accuracy=accuracy.get("test"), teacher=accuracy.get("teacher"),
             prompted="{}" in str(facts.get("prompt")) or any("question" in one for one in golden),
-            images=counts.pop() if len(counts) == 1 else None,
-            bundle=f"{bundle.name}@{bundle.version}", **_about(context), loaded_at=loaded_at,
-            **taken,
+            images=counts.pop() if len(counts) == 1 else None, **_about(context), **taken,
         )  # fmt: skip
         return ResolvedModel(model, None if by is None else by.adapter, head, context)
 
@@ -339,23 +321,22 @@ class Store:
         if by is None:
             return {"parent": self.base}
         model = by.model
-        fields = {"rank": model.rank, "decode_only": model.decode_only}
-        return {"parent": model.name, "adapter": model.name, **fields}
-
-    def _check_name(self, name: str) -> None:
-        if not name or name != name.strip() or not name.isprintable() or len(name) > NAME_LENGTH:
-            raise AdapterError(f"{shown(name)} is no name: use {NAME_LENGTH} visible characters")
-        if name in (self.base, self.base_name):
-            raise AdapterError(f"{name} is the base model's name: choose another one")
+        return {"parent": model.name, "adapter": model.name, "rank": model.rank,
+                "decode_only": model.decode_only}  # fmt: skip
 
     def check(self, staged: Staged) -> frozenset[str]:
         """Return the names that it replaces, of its own name; or `AdapterError`, if of another."""
-        names = [target.model.name for target in staged.targets]
+        names, owner = [target.model.name for target in staged.targets], _short(staged.bundle)
         replaced = frozenset(
-            name for name in (self._named if staged.bundle else names)
-            if self._bundle_of(name) == staged.bundle
-        )  # fmt: skip
+            name for name in (self._named if owner else names) if self._owner(name) == owner
+        )
         for name in names:
+            plain = name and name == name.strip() and name.isprintable()
+            if not plain or len(name) > NAME_LENGTH:
+                text = f"{shown(name)} is no name: use {NAME_LENGTH} visible characters"
+                raise AdapterError(text)
+            if name in (self.base, self.base_name):
+                raise AdapterError(f"{name} is the base model's name: choose another one")
             if names.count(name) > 1 or (name in self._named and name not in replaced):
                 raise AdapterError(f"{staged.folder} brings {name}, which is taken: rename it")
         return replaced
@@ -363,39 +344,42 @@ class Store:
     def commit(self, staged: Staged) -> list[ServedModel]:
         """Make what was staged nameable; AdapterError, and nothing has changed, as for `check`."""
         replaced = self.check(staged)
+        facts: dict[str, Any] = {"bundle": staged.bundle, "loaded_at": time.time()}
+        new = [replace(one, model=replace(one.model, **facts)) for one in staged.targets]
         kept = {name: target for name, target in self._named.items() if name not in replaced}
-        self._named = kept | {target.model.name: target for target in staged.targets}
-        return [target.model for target in staged.targets]
+        self._named = kept | {target.model.name: target for target in new}
+        return [target.model for target in new]
 
-    def unregister(self, kind: str, name: str) -> list[ServedModel]:
-        """Forget an ``adapter``, ``bundle`` (or NAME@VERSION) or ``context``; return its entries.
+    def unregister(self, kind: str, name: str) -> None:
+        """Forget an ``adapter``, ``bundle`` (or NAME@VERSION) or ``context``.
 
         A `BusyError` says that an adapter or a context belongs to a bundle.
         """
-        owners = {key: self._bundle_of(key) for key in self._named}
+        owners = {key: one.model.bundle for key, one in self._named.items()}
         if kind == "bundle":
-            names = {key for key, owner in owners.items()
-                     if name in (owner, self._named[key].model.bundle)}  # fmt: skip
-            known = [owner for owner in owners.values() if owner]
+            names = {key for key, own in owners.items() if own and name in (own, _short(own))}
+            known = [_short(owner) for owner in owners.values() if owner]
         else:
-            known = list(self.contexts())
-            if kind == "adapter":
-                known = [model.name for model in self.models() if model.kind == "adapter"]
+            known = [key for key, one in self._named.items()
+                     if (one.model.kind == kind if kind == "adapter" else one.context)]  # fmt: skip
             names = {name} & {*known}
-            if names and owners[name] is not None:
-                raise BusyError(f"{kind} {name} belongs to bundle {owners[name]}: unload that")
+            if names and (owner := self._owner(name)):
+                raise BusyError(f"{kind} {name} belongs to bundle {owner}: unload that")
         if not names:
-            listed = ", ".join(dict.fromkeys(known)) or "none"
-            raise UnknownModelError(f"no {kind} is named {shown(name)[1:-1]}: known are {listed}")
-        gone = [one.model for key, one in self._named.items() if key in names]
+            others = ", ".join(dict.fromkeys(known)) or "none"
+            raise UnknownModelError(f"no {kind} is named {shown(name)[1:-1]}: known are {others}")
         # A new dict, as other threads may be iterating over the old one.
         self._named = {key: one for key, one in self._named.items() if key not in names}
-        return gone
 
-    def _bundle_of(self, name: str) -> str | None:
-        """Return the bundle that an adapter or domain belongs to, None for a plain adapter."""
+    def _owner(self, name: str) -> str:
+        """Return the bundle that an adapter or domain belongs to; empty if it is none's."""
         one = self._named.get(name)
-        return one.model.bundle.partition("@")[0] if one and one.model.bundle else None
+        return _short(one.model.bundle) if one else ""
+
+
+def _short(bundle: str | None) -> str:
+    """Return the name of a bundle without its version."""
+    return (bundle or "").partition("@")[0]
 
 
 def _about(context: Context | None) -> dict[str, Any]:

@@ -201,35 +201,30 @@ async def answer_all(
     at_once: int,
 ) -> None:
     """Answer all jobs; at most `at_once` files are in the engine, and others are decoded ahead."""
-    decoded, turn = _decoded(jobs), asyncio.Lock()
+    decoded, turn = ahead(jobs, _content, weight=_images), asyncio.Lock()
 
     async def work() -> None:
         while True:
             async with turn:
-                item = await asyncio.to_thread(lambda: next(decoded, None))
-            if item is None:
-                return
-            for made in await _answers(engine, *item, question):
+                if (item := next(decoded, None)) is None:
+                    return
+                content = await asyncio.wrap_future(item[1])
+            for made in await _answers(engine, item[0], content, question):
                 note(made)
 
     await gathered(*(work() for _ in range(min(at_once, len(jobs)))), at_once=at_once)
 
 
-def _decoded(jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Image] | str]]:
-    """Each job with its images or frames, or with the reason why there are none."""
-    for job, image in ahead(
-        [job for job in jobs if not job.video], lambda job: load_image(job.path)
-    ):
-        try:
-            yield job, [image.result()]
-        except FaultError as error:
-            yield job, error.text
-    for job in jobs:
-        if job.video:
-            try:
-                yield job, read_frames(job.path, max(m.images or FRAMES for m in job.domains))
-            except (FaultError, ValoraError) as error:
-                yield job, str(error)
+def _images(job: Job) -> int:
+    return max(model.images or FRAMES for model in job.domains) if job.video else 1
+
+
+def _content(job: Job) -> list[Image] | str:
+    """The image or the frames of a job, or why there are none."""
+    try:
+        return read_frames(job.path, _images(job)) if job.video else [load_image(job.path)]
+    except ValoraError as error:
+        return error.text if isinstance(error, FaultError) else str(error)
 
 
 async def _answers(

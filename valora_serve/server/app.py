@@ -44,7 +44,7 @@ from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.samples import Samples
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
-from valora_serve.server.telemetry.metrics import Metrics, follow_adapters
+from valora_serve.server.telemetry.metrics import Metrics
 from valora_serve.server.telemetry.spans import Tracer
 from valora_serve.types import EngineClient
 
@@ -74,7 +74,7 @@ def create_app(
     sharing, samples = settings.cache_sharing, Samples(settings)
     service = Service(engine, admission, metrics, tracer, share_by, sharing, samples)
     on_request = OnRequest(service, served, settings) if settings.adapter_sources else None
-    follow_adapters(metrics, engine, on_request)
+    metrics.loader = on_request
     context = ServerContext(
         settings=settings, service=service, metrics=metrics, served=served, on_request=on_request,
         media=MediaReader(settings, text_only=engine.models()[0].media == "text"),

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import secrets
 import shutil
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from itertools import chain
 from pathlib import Path
@@ -20,6 +21,7 @@ from valora_data.contract.files import UnreadableError, read_json
 from valora_data.errors import ValoraError
 from valora_serve import errors
 from valora_serve.server.loading.state_file import KINDS, SavedState, StateFile, check_content
+from valora_serve.server.resolving.cache import Entry
 from valora_serve.server.resolving.sources import FETCHED, leads_inside
 from valora_serve.server.telemetry import logs
 from valora_serve.types import EngineClient, NewContext, ServedModel
@@ -46,7 +48,8 @@ class ServedSet:
         self._lock = asyncio.Lock()
         # Contexts of earlier runs by the adapter that they wait for.
         self.waiting: dict[str, list[str]] = {}
-        self.found: dict[str, Path] = {}  # adapters that requests have loaded
+        # Adapters that requests have loaded, least recently used first.
+        self.found: OrderedDict[str, Entry] = OrderedDict()
         self._reserved: set[str] = set()  # as `bundle_names` gives them, in lower case
 
     def read(self) -> list[str]:
@@ -242,27 +245,27 @@ class ServedSet:
         """Return the names of adapters that something else needs, such as a context."""
         return {m.adapter for m in self._engine.models() if m.adapter and m.adapter != m.name}
 
-    async def load_found(self, name: str, folder: Path) -> None:
+    async def load_found(self, entry: Entry) -> None:
         """Load an adapter that a request named, unless its name is served; it is not recorded."""
         async with self._lock:
-            if self._served(name) is not None:
+            if self._served(entry.name) is not None:
                 return
-            if self.reserves(name):
+            if self.reserves(entry.name):
                 raise errors.UnknownModelError(
-                    f"There is no model {name!r}, and its name is kept for what an operator has "
-                    "loaded: name one of /v1/models"
+                    f"There is no model {entry.name!r}, and its name is kept for what an operator "
+                    "has loaded: name one of /v1/models"
                 )
-            await self._engine.load_adapter(name, folder)
-            self.found[name] = folder
+            await self._engine.load_adapter(entry.name, entry.folder)
+            self.found[entry.name] = entry
             await self._serve_waiting()
 
-    async def unload_found(self, name: str, folder: Path, may: Callable[[], bool]) -> bool:
+    async def unload_found(self, entry: Entry, may: Callable[[], bool]) -> bool:
         """Unload what `load_found` has loaded, if `may` says so when nothing else changes."""
         async with self._lock:
-            if self.found.get(name) != folder or not may():
+            if self.found.get(entry.name) is not entry or not may():
                 return False
-            await self._engine.unload("adapter", name)
-            self.found.pop(name, None)
+            await self._engine.unload("adapter", entry.name)
+            self.found.pop(entry.name, None)
             return True
 
     async def unload(self, kind: str, name: str) -> str | None:

@@ -47,13 +47,12 @@ class OnRequest:
     def __init__(self, service: Service, served: ServedSet, settings: ServerSettings) -> None:
         self._service, self._served, self._settings = service, served, settings
         self._resolvers, self._now = make_resolvers(settings.adapter_sources), time.monotonic
-        self._loaded: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._users: Counter[str] = Counter()  # requests that name an adapter
         self._failed: OrderedDict[str, tuple[float, errors.ServeError]] = OrderedDict()
         self._places, self._serving = asyncio.Semaphore(AT_ONCE), asyncio.Lock()
         self.results: Counter[tuple[str, str]] = Counter()
-        self.cache = AdapterCache(settings, lambda one: one in self._loaded or one in self._loading)
+        self.cache = AdapterCache(settings, lambda one: one in served.found or one in self._loading)
 
     def allows(self, name: str) -> bool:
         """Return whether requests may load an adapter of this name."""
@@ -62,15 +61,15 @@ class OnRequest:
 
     def source(self, name: str) -> str | None:
         """Return the scheme of the place that a loaded adapter came from; None for others."""
-        entry = self._loaded.get(name)
-        return entry.source if entry and name in self._served.found else None
+        entry = self._served.found.get(name)
+        return None if entry is None else entry.source
 
     def is_lost(self, name: str) -> bool:
         """Return whether a loaded adapter is on disk alone, and the cache has lost its files."""
-        entry, on_disk = self._loaded.get(name), self._service.engine.stats().on_disk
-        if entry is None or name not in on_disk or entry.is_there():
+        entry = self._served.found.get(name)
+        if entry is None or name not in self._service.engine.stats().on_disk:
             return False
-        return self._served.found.get(name) == entry.folder
+        return not entry.is_there()
 
     @property
     def schemes(self) -> list[str]:
@@ -96,8 +95,8 @@ class OnRequest:
             self._users[name] -= 1
             if not self._users[name]:
                 del self._users[name]
-            if name in self._loaded:
-                self._loaded.move_to_end(name)
+            if name in self._served.found:
+                self._served.found.move_to_end(name)
 
     async def load(self, name: str) -> None:
         """Load an adapter, or wait until it is loaded."""
@@ -142,7 +141,7 @@ class OnRequest:
         try:
             entry = await self._fetched(attempt)
             async with self._serving:
-                if name not in self._loaded:
+                if name not in self._served.found:
                     await self._make_place()
                 await self._serve(entry)
             logs.LOG.info("loaded %s", name, extra={"facts": {"source": entry.source}})
@@ -166,16 +165,14 @@ class OnRequest:
         self.results[attempt.source, result] += 1
 
     async def _serve(self, entry: Entry) -> None:
-        name, lost = entry.name, self._loaded.get(entry.name)
+        lost = self._served.found.get(entry.name)
         try:
             if lost is not None and lost.folder != entry.folder:  # another version came instead
-                self._service.hide(name)
-                await self._served.unload_found(name, lost.folder, lambda: True)
-                del self._loaded[name]
-            await self._served.load_found(name, entry.folder)
+                self._service.hide(entry.name)
+                await self._served.unload_found(lost, lambda: True)
+            await self._served.load_found(entry)
         finally:
-            self._service.show(name)
-        self._loaded[name] = entry
+            self._service.show(entry.name)
 
     async def _fetched(self, attempt: _Attempt) -> Entry:
         """Fetch in a thread that may outlive the server; one that hangs keeps its place."""
@@ -240,37 +237,29 @@ class OnRequest:
 
     async def _make_place(self) -> None:
         """Unload the least recently used adapters until one more may be loaded."""
-        for name, entry in tuple(self._loaded.items()):
-            if self._served.found.get(name) != entry.folder:
-                del self._loaded[name]  # an administrator has unloaded or replaced it
-        most = self._settings.max_found_adapters
-        for name, entry in tuple(self._loaded.items()):
-            if len(self._loaded) >= most and self._is_idle(name):
-                await self._unload(name, entry)
-        if len(self._loaded) >= most:
+        found, most = self._served.found, self._settings.max_found_adapters
+        for name, entry in tuple(found.items()):
+            if len(found) >= most and self._is_idle(name):
+                await self._unload(entry)
+        if len(found) >= most:
             raise errors.OverloadedError(
-                f"All {len(self._loaded)} adapters that requests may load are in use: try again in "
-                "1 s, or have --max-found-adapters raised"
+                f"All {len(found)} adapters that requests may load are in use: try again in 1 s, "
+                "or have --max-found-adapters raised"
             )
 
     def _is_idle(self, name: str) -> bool:
         return not self._users[name] and name not in self._served.needed()
 
-    async def _unload(self, name: str, entry: Entry) -> None:
+    async def _unload(self, entry: Entry) -> None:
         """Unload an adapter unless it has come into use meanwhile."""
 
         def leaves() -> bool:
-            if not self._is_idle(name):
-                return False
-            self._service.hide(name)  # the next request that names it loads it again
-            del self._loaded[name]
-            return True
+            if idle := self._is_idle(entry.name):
+                self._service.hide(entry.name)  # the next request that names it loads it again
+            return idle
 
         try:
-            if await self._served.unload_found(name, entry.folder, leaves):
-                logs.LOG.info("unloaded %s", name)
-        except BaseException:
-            self._loaded[name] = entry
-            raise
+            if await self._served.unload_found(entry, leaves):
+                logs.LOG.info("unloaded %s", entry.name)
         finally:
-            self._service.show(name)
+            self._service.show(entry.name)

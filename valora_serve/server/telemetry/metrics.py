@@ -35,7 +35,7 @@ class Metrics:
     """Metrics of a server, in a registry of their own."""
 
     def __init__(self, engine: EngineClient) -> None:
-        self.shared: Callable[[str], bool] = lambda _: False
+        self.loader: Any = None  # an `OnRequest`, if requests load adapters
         self.registry = CollectorRegistry()
         self._models: set[str] = set()
         self._making = asyncio.Lock()
@@ -73,7 +73,7 @@ class Metrics:
             "valora_memory_bytes", "Resident memory of the server and of the processes below it.",
             registry=self.registry,
         ).set_function(memory_bytes)  # fmt: skip
-        self.registry.register(_EngineState(engine))
+        self.registry.register(_EngineState(engine, self))
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 
@@ -121,8 +121,9 @@ class Metrics:
             return await asyncio.to_thread(self.text)
 
     def _bounded(self, model: str) -> str:
+        """The label of a model: whoever sends requests chooses the names of what they load."""
         known = model in self._models or len(self._models) < MAX_LABELS
-        if self.shared(model) or not known:
+        if not known or (self.loader and self.loader.source(model) is not None):
             return "other"
         self._models.add(model)
         return model
@@ -139,8 +140,8 @@ def memory_bytes(process: str = "self") -> int:
 
 
 class _EngineState(Collector):
-    def __init__(self, engine: EngineClient) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
 
     def collect(self) -> Iterator[Metric]:
         stats, replicas = self._engine.stats(), self._engine.replicas()
@@ -158,35 +159,10 @@ class _EngineState(Collector):
         )  # fmt: skip
         for name, text, counter in _COUNTERS:
             yield CounterMetricFamily(f"valora_{name}", text, value=counter(stats))
+        yield from self._adapters()
 
-
-def adapter_states(models: Iterable[ServedModel], stats: EngineStats) -> dict[str, str]:
-    """Return where each adapter is, one of `STATES`, by its name; with replicas, on any of them."""
-    device, disk = set(stats.on_device), set(stats.on_disk)
-    return {
-        one.name: "device" if one.name in device else "disk" if one.name in disk else "host"
-        for one in models
-        if one.kind == "adapter"
-    }
-
-
-def follow_adapters(metrics: Metrics, engine: EngineClient, loader: Any) -> None:
-    """Show the states of adapters in the metrics; `loader` is an `OnRequest`, if there is one.
-
-    Labels are states and kinds of sources, and the names of adapters that requests load are no
-    labels of latencies either: whoever sends requests chooses them.
-    """
-    if loader is not None:
-        metrics.shared = lambda name: loader.source(name) is not None
-    metrics.registry.register(_AdapterStates(engine, loader))
-
-
-class _AdapterStates(Collector):
-    def __init__(self, engine: EngineClient, loader: Any) -> None:
-        self._engine, self._loader = engine, loader
-
-    def collect(self) -> Iterator[Metric]:
-        engine, loader = self._engine, self._loader
+    def _adapters(self) -> Iterator[Metric]:
+        engine, loader = self._engine, self._metrics.loader
         schemes = [BY_HAND, *(loader.schemes if loader else ())]
         counts: Counts[tuple[str, str]] = Counts()
         for name, state in adapter_states(engine.models(), engine.stats()).items():
@@ -212,6 +188,16 @@ class _AdapterStates(Collector):
         yield GaugeMetricFamily(
             "valora_adapter_cache_bytes", "Bytes of the adapters on disk.", value=loader.cache.bytes
         )
+
+
+def adapter_states(models: Iterable[ServedModel], stats: EngineStats) -> dict[str, str]:
+    """Return where each adapter is, one of `STATES`, by its name; with replicas, on any of them."""
+    device, disk = set(stats.on_device), set(stats.on_disk)
+    return {
+        one.name: "device" if one.name in device else "disk" if one.name in disk else "host"
+        for one in models
+        if one.kind == "adapter"
+    }
 
 
 _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (

@@ -115,7 +115,7 @@ def test_a_domain_without_an_adapter_is_answered_by_the_base_model(store, base, 
     assert target.head.labels == ("a", "b")
     assert (target.model.parent, target.model.adapter, target.model.rank) == (base, None, None)
     assert (target.model.bundle, target.model.loaded_at > 0) == ("bare@1", True)
-    assert [model.name for model in store.unregister("bundle", "bare")] == ["bare"]
+    store.unregister("bundle", "bare")
     assert names(store) == [base]
     empty = make_bundle(tmp_path / "empty", base, name="empty", domains={}, adapters={})
     with pytest.raises(AdapterError, match="holds no domain"):
@@ -135,7 +135,7 @@ def test_a_plain_adapter_comes_is_replaced_and_goes(store, base, tmp_path):
     assert store.resolve("mine").adapter.content != before.adapter.content
     assert before.model.rank == 4
     assert len(contents(store)) == 2
-    assert [model.name for model in store.unregister("adapter", "mine")] == ["mine"]
+    store.unregister("adapter", "mine")
     assert names(store) == [base, "other"]
     with pytest.raises(UnknownModelError, match=r"no adapter is named mine.*other"):
         store.unregister("adapter", "mine")
@@ -155,8 +155,7 @@ def test_a_bundle_is_replaced_and_goes_as_a_whole(store, bundle, base, tmp_path)
         store.unregister("adapter", "sample/adapter-1")
     with pytest.raises(UnknownModelError, match="no bundle is named sample@1"):
         store.unregister("bundle", "sample@1")
-    gone = store.unregister("bundle", "sample@2")
-    assert {model.name for model in gone} == {"sample/adapter-1", "plates"}
+    store.unregister("bundle", "sample@2")
     assert names(store) == [base] and not bundles(store) and not contents(store)
     with pytest.raises(UnknownModelError, match="no bundle is named sample"):
         store.unregister("bundle", "sample")
@@ -177,7 +176,7 @@ def test_names_that_are_taken(store, bundle, base, tmp_path):
     assert names(store) == before and bundles(store) == {"sample@1"}
     for name in (base, "", " x", "a\nb"):
         with pytest.raises(AdapterError, match="name"):
-            store.stage_adapter(name, plain)
+            store.commit(store.stage_adapter(name, plain))
 
 
 def test_a_bundle_for_another_base_model(store, tmp_path):

@@ -1,7 +1,6 @@
 """Adapters that are refused, replaced or read again; merges that are refused or fail."""
 
 import hashlib
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -125,12 +124,6 @@ def digest(engine):
         for weight in group.weights:
             found.update(weight.contiguous().numpy().tobytes())
     return found.hexdigest()
-
-
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch):
-    """Lets files in whatever their values are, to see what stands behind that check."""
-    monkeypatch.setattr("valora_serve.catalogue.adapters.MAX_CHANGE", math.inf)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import entry
 from valora_data.errors import ValoraError
 from valora_serve.errors import StorageError, UnknownModelError
 from valora_serve.server.loading import startup
@@ -110,7 +111,7 @@ class Serving(RuleBasedStateMachine):
         there = name in {model.name for model in self.engine.models()}
         assert self.served.reserves(name) == self.is_kept(name)
         try:
-            asyncio.run(self.served.load_found(name, self.place / "store"))
+            asyncio.run(self.served.load_found(entry(name, self.place / "store")))
         except UnknownModelError:
             assert self.is_kept(name) and not there
         else:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.fake_engine import PERSON, SCENE, FakeEngine
-from tests.support.http_helpers import ADMIN, PNG, adapter, loading, refused, serving, until
+from tests.support.http_helpers import ADMIN, PNG, adapter, entry, loading, refused, serving, until
 from valora_serve.server.api import models
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.loading.state_file import StateFile
@@ -105,7 +105,7 @@ def test_contexts_wait_for_the_adapters_that_answer(place):
     async def life():
         served = served_set(place)
         for name, folder in state.items():
-            await served.load_found(name, folder)
+            await served.load_found(entry(name, folder))
         for name in ("one", "two", "three", "four"):
             by = "cats" if name in ("one", "two") else "dogs"
             await served.make_context(NewContext(name, "Text.", adapter=by), replace=False)
@@ -120,7 +120,7 @@ def test_contexts_wait_for_the_adapters_that_answer(place):
         assert [line.split()[1] for line in problems] == ["one", "two", "three", "four"]
         assert [*served.waiting] == ["cats", "dogs"]
         await served.forget_context("two")
-        await served.load_found("cats", state["cats"])  # a request named it
+        await served.load_found(entry("cats", state["cats"]))  # a request named it
         served_now = [{model.name for model in engine.models() if model.form}]
         await served.load_adapter("dogs", "dogs", replace=False)  # an administrator did
         served_now.append({model.name for model in engine.models() if model.form})

@@ -11,13 +11,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import PNG, chat, serving
+from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.loading.state_file import StateFile
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry.metrics import (
     Metrics,
     adapter_states,
-    follow_adapters,
     memory_bytes,
 )
 from valora_serve.types import EngineStats, Finish, Output, ServedModel, Times, Usage
@@ -137,8 +138,9 @@ def test_the_dashboard_asks_only_for_metrics_that_are_there(tmp_path):
         adapter_sources=(str(tmp_path),), adapter_allow=("*",), adapter_cache=str(tmp_path / "c")
     )
     service = Service(engine, None, metrics, None)
-    loader = OnRequest(service, None, settings)
-    follow_adapters(metrics, engine, loader)
+    served = ServedSet(engine, None, StateFile(tmp_path / "state"))
+    loader = OnRequest(service, served, settings)
+    metrics.loader = loader
     last = Output("x", finish=Finish.STOP, usage=Usage(1, 1), times=Times(0.0, 0.0, 0.0, 1.0))
     metrics.ended("tiny", last, [0.0, 1.0])
     metrics.failed("x")

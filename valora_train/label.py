@@ -25,7 +25,7 @@ from valora_teachers.registry import KINDS, load_teacher
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; 0, or 1 if the model cannot answer or there are no pictures."""
-    made = argparse.ArgumentParser("valora label", description=__doc__)
+    made = argparse.ArgumentParser("valora label", description="Answer images with a small model.")
     made.add_argument("model", help="best.pt of Ultralytics; a transformers folder or hub name")
     made.add_argument("folder", type=Path, help="folder of images, or one image")
     made.add_argument("--labels", required=True, help="labels to keep, as a line of CSV")

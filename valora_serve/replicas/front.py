@@ -58,7 +58,7 @@ _HOP = {
 }  # fmt: skip
 _NOT_TO = {*_HOP, FRONT, MODEL, IDENTITY}
 _NOT_BACK = {*_HOP, FACTS, LOAD, IDENTITY, "date", *(key.decode() for key, _ in SECURE)}
-_NAMED = rb'(?<!\\)"%s"\s*:\s*\[?\s*("(?:[^"\\]|\\.){0,512}")'
+_NAMED = rb'(?<!\\)"%s"\s*+:[\s\[]*+("(?:[^"\\]|\\.){0,512}")'
 _MODEL, _DOMAINS = (re.compile(_NAMED % name) for name in (b"model", b"domains"))
 _VISION = re.compile(r"/v1/vision/([^/]+)")
 # Requests that all replicas are asked, as each knows or has a part.

@@ -209,6 +209,7 @@ async def test_answers_tell_a_newer_load_than_reports():
         ("/v1/vision", {}, b' {"domains": ["d", "e"]}', "d"),
         ("/v1/x", {}, b'{"model": 3}', None), ("/v1/x", {}, b"", None),
         ("/v1/x", {}, rb'{"model": "\q"}', None),
+        pytest.param("/v1/x", {}, b'{"model": ' + b" " * 10**6 + b"3}", None, id="for hours once"),
     ],
 )  # fmt: skip
 def test_where_the_model_is_named(path, headers, body, name):

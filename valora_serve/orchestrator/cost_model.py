@@ -8,6 +8,7 @@ profiled at its first start; the coefficients are cached as JSON by machine and 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from bisect import bisect_left
@@ -24,15 +25,13 @@ from valora_serve.errors import ServeError
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Mode
 
+log = logging.getLogger(__name__)
+
 VERSION = 7
 
 
 class CostModelError(ServeError):
     """A file of costs cannot be read, or the measurements cannot be fitted."""
-
-
-class CostVersionError(CostModelError):
-    """A file of costs has the format of another version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +237,7 @@ class CostModel:
             content = json.loads(path.read_text(encoding="utf-8"))
             version = content.pop("version")
             if version != VERSION:
-                raise CostVersionError(f"{path} has version {version}, expected {VERSION}; {again}")
+                raise CostModelError(f"{path} has version {version}, expected {VERSION}; {again}")
             for name, terms in _TERMS.items():
                 content[name] = [float(content[name][term]) for term in terms]
             lists = {
@@ -268,7 +267,8 @@ def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
     path = cache_path(folder, machine, model)
     try:
         return CostModel.read(path) if path.exists() else H200_7B
-    except (CostVersionError, PermissionError):
+    except (CostModelError, PermissionError) as error:
+        log.warning("costs are estimates until they are measured again: %s", error)
         return H200_7B
 
 

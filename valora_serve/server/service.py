@@ -6,15 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -261,7 +253,7 @@ def last_part(name: str) -> str:
     return Path(name).name if Path(name).is_absolute() else name
 
 
-def listed(names: Collection[str]) -> str:
+def listed(names: Mapping[str, Any]) -> str:
     """The first of these names, and how many more there are."""
     more = f" and {len(names) - NAMED} more (see /v1/models)" if len(names) > NAMED else ""
     return ", ".join(islice(names, NAMED)) + more

@@ -110,12 +110,16 @@ def decode(
     what: str, file: str, target: str, limits: Limits, memory: int
 ) -> list[tuple[int, int, int]]:
     """Decode a file that was measured within so many bytes, and write its RGB pixels."""
-    sizes = []
+    sizes: list[tuple[int, int, int]] = []
     with (
         _limited(limits.seconds, memory), Path(file).open("rb") as opened,
         Path(target).open("wb") as written, _readable(what, limits, "damaged"),
     ):  # fmt: skip
         for image, times in (decode_image if what == "image" else decode_video)(opened, limits):
+            if image is None:
+                sizes.clear()
+                written.truncate(written.seek(0))
+                continue
             rows = max(1, STRIP_BYTES // (3 * image.width))
             for top in range(0, image.height, rows):
                 strip = image.crop((0, top, image.width, min(top + rows, image.height)))
@@ -194,35 +198,37 @@ def measure_video(file: BinaryIO, limits: Limits) -> tuple[int, int]:
         return limits.frames * pixels, min(memory, limits.memory - frames)
 
 
-def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, int]]:
+def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image | None, int]]:
     """Decode frames of a measured video, those that training takes (see `frame_places`), in order.
 
-    They are decoded once; each comes with the number of times that it is wanted.
+    Each comes with the number of times that it is wanted. None takes back those before it: some
+    packets, as before a first key frame, decoded to no frame of their own.
     """
     with _container(file, limits) as (container, context):
         context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
         container.streams.video[0].thread_type, context.thread_count = "NONE", 1
-        left = limits.frames * context.width * context.height
         until = time.monotonic() + limits.seconds
-        shown = Counter(frame_places(_frame_count(container, limits, until), limits.frames))
-        container.seek(0)
-        missing = True
-        for number, frame in enumerate(container.decode(video=0)):
-            _check_time(until)
-            limits.check("video", frame.width, frame.height)
-            if number in shown:
-                left -= shown[number] * frame.width * frame.height
-                if left < 0:
-                    raise ImageError("The video's frames have more pixels than its header tells")
-                # One thread: by default there is one for each core, and each takes address space.
-                image = frame.to_image(threads=1)
-                # Phones turn videos by a matrix in their header, counter-clockwise as Pillow does.
-                yield image.rotate(frame.rotation, expand=True), shown[number]
-                missing = False
-            if number >= max(shown):
-                break
-        if missing:
-            raise ImageError("The video's frames cannot be decoded")
+        total = _frame_count(container, limits, until)
+        while total:
+            left, number = limits.frames * context.width * context.height, -1
+            shown = Counter(frame_places(total, limits.frames))
+            container.seek(0)
+            for number, frame in enumerate(container.decode(video=0)):
+                _check_time(until)
+                limits.check("video", frame.width, frame.height)
+                if number in shown:
+                    left -= shown[number] * frame.width * frame.height
+                    if left < 0:
+                        raise ImageError("The video's frames are larger than its header tells")
+                    # One thread: by default there is one a core, and each takes address space.
+                    image = frame.to_image(threads=1)
+                    # Phones turn videos by a matrix in their header, counter-clockwise like Pillow.
+                    yield image.rotate(frame.rotation, expand=True), shown[number]
+                if number >= max(shown):
+                    return
+            total = number + 1
+            yield None, 0
+        raise ImageError("The video's frames cannot be decoded")
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ import hashlib
 import json
 import math
 import re
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from valora_data.contract.head import Head
 from valora_data.contract.heads import LARGEST
 from valora_data.contract.label_head import LabelHead
 from valora_data.models.base import Architecture, ModelPart
-from valora_serve.catalogue.patterns import MAX_PATTERNS, alphas
 from valora_serve.errors import AdapterError, pickle_error
 
 CONFIG = "adapter_config.json"
@@ -39,6 +39,7 @@ MODEL_CONFIG = "config.json"
 """The model's configuration, which may lie beside an adapter and names a classifier's labels."""
 CONFIG_BYTES = 1 << 20  # most bytes of `adapter_config.json`
 MAX_LABELS = 4096  # most labels of a classifier: the list of models names all of them
+MAX_PATTERNS, MATCH_SECONDS = 2048, 1.0  # most expressions, and processor time to match them all
 MAX_RANK = 256  # largest rank that the kernels compute
 SCALINGS = (1e-6, 1e4)
 """Smallest and largest absolute scaling that is not 0. Those of trained adapters lie between 0.01
@@ -199,12 +200,13 @@ def _read(folder: Path, targets: ModelTargets) -> Adapter:
         stored[path] = stored_path
     if not found:
         raise ValueError("it holds no tensors: save it again")
-    paths = sorted(found, key=list(targets.linears).index)
-    own = alphas(config["alpha_pattern"], [(path, stored[path]) for path in paths])
-    modules = {
-        path: _pair(path, config, alpha, found[path], targets.linears[path])
-        for path, alpha in zip(paths, own, strict=True)
-    }
+    paths = [path for path in targets.linears if path in found]
+    own = alphas(config["alpha_pattern"], {*stored, *stored.values()})
+    modules = {}
+    for path in paths:
+        alpha = own.get(path, own.get(stored[path], config["lora_alpha"]))
+        rslora, shape = config["use_rslora"], targets.linears[path]
+        modules[path] = _pair(path, found[path], shape, alpha, rslora=rslora)
     scalings = Counter(pair.scaling for pair in modules.values() if pair.scaling)
     vision = {
         path: pair for path, pair in modules.items() if targets.parts[path] != ModelPart.LANGUAGE
@@ -312,10 +314,35 @@ def _check_rules(config: dict[str, Any]) -> None:
     expect(names, "modules_to_save", "a list of names", saved)
 
 
+def alphas(patterns: Mapping[str, float], paths: Collection[str]) -> dict[str, float]:
+    """Alphas by path, as in PEFT: of the first expression for it, or for its end after a dot.
+
+    Expressions of adapters cannot be trusted: those of Rust take linear time, whatever they are.
+    """
+    found: dict[str, float] = {}
+    until = time.thread_time() + MATCH_SECONDS
+    for pattern, alpha in patterns.items():
+        from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+        try:
+            schema = core_schema.str_schema(pattern=rf"^(?:(.*\.)?({pattern})$)")
+            matches = SchemaValidator(schema).isinstance_python
+        except SchemaError as error:
+            raise ValueError(
+                f"alpha_pattern {shown(pattern)} is no regular expression, or has look-around or "
+                "back-references: name modules there"
+            ) from error
+        found |= {path: alpha for path in paths if path not in found and matches(path)}
+        if time.thread_time() > until:
+            raise ValueError(
+                f"matching alpha_pattern takes more than {MATCH_SECONDS:g} s: name modules there"
+            )
+    return found
+
+
 def _pair(
-    path: str, config: Mapping[str, Any], alpha: float | None, tensors: Halves,
-    shape: tuple[int, int],
-) -> LoraPair:  # fmt: skip
+    path: str, tensors: Halves, shape: tuple[int, int], alpha: float, *, rslora: bool
+) -> LoraPair:
     if set(tensors) != {"A", "B"}:
         only = next(iter(tensors.values()))[0]
         raise ValueError(f"{only} has no partner; save the adapter again")
@@ -332,8 +359,7 @@ def _pair(
             )
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"tensor {name} holds NaN or Inf; train it again")
-    alpha = config["lora_alpha"] if alpha is None else alpha
-    scaling = alpha / math.sqrt(rank) if config["use_rslora"] else alpha / rank
+    scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
     if scaling and not SCALINGS[0] <= abs(scaling) <= SCALINGS[1]:
         raise ValueError(
             f"lora_alpha {alpha:g} and rank {rank} give {path} the scaling {scaling:.3g}, "

@@ -23,7 +23,7 @@ from tests.support.serve_helpers import (
     rewrite,
     targets_of,
 )
-from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, read_adapter
+from valora_serve.catalogue.adapters import CONFIG, WEIGHTS, alphas, read_adapter
 from valora_serve.catalogue.effect import check_effect
 from valora_serve.errors import AdapterError
 
@@ -158,8 +158,9 @@ REFUSED = [
     ({"peft_type": "LOHA"}, "type LOHA.*save_as_lora"), ({"peft_type": "VERA"}, "save_as_lora"),
     ({"peft_type": "IA3"}, "merge_and_unload"), ({"peft_type": "PREFIX_TUNING"}, "train a LoRA"),
     ({"peft_type": ["LORA"]}, "only LORA"), ({"peft_type": {"x" * 10**5: 1}}, "only LORA"),
-    *(({"alpha_pattern": {value: 8}}, "part of alpha_pattern is no regular")
-      for value in ("(", "(" * 150 + ")" * 150 + "[")),
+    *(({"alpha_pattern": {value: 8}}, "alpha_pattern .* is no regular expression, or has look-ar")
+      for value in ("(", "a{1,99999999999}", "(" * 4000 + ")" * 4000, "(?=(.*)*y)", r"(\w)\1",
+                    "(((_{0,9999}){0,9999}){0,9999}){0,9999}.*x")),
     ({"alpha_pattern": {str(n): 8 for n in range(3000)}}, "at most 2048"),
     *(({"lora_alpha": value}, "expected a number") for value in
       (None, True, "16", [16], {}, float("inf"), float("nan"))),
@@ -178,6 +179,33 @@ def test_options_that_cannot_be_served_are_named_with_what_to_do(options, messag
         read_adapter(folder, targets)
     assert str(folder) in str(caught.value)
     assert len(str(caught.value)) < 1500
+
+
+PATHS = (
+    "model.language_model.layers.0.self_attn.q_proj", "model.language_model.layers.11.mlp.up_proj",
+    "model.vision_tower.encoder.layers.3.mlp.fc1", "lm_head",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", [
+    r".*language_model.*\.(q_proj|up_proj)", r"nothing|lm_head", r"(?i:LM_HEAD)", r"[^.]+",
+    r"(?:.*?(?:language|text).*?(?:self_attn|mlp).*?(?:q|up)_proj.*?)|(?:\bmodel\.layers\.\d+)",
+    "lm.head", "up.proj", "fc1", r"^model\.vision.*", r"(?P<a>.*)\.layers\.\d{2}\.\w+\.\w+$",
+    "a)|(fc1", "lm)|(lm_head",
+])  # fmt: skip
+def test_patterns_match_as_in_peft(pattern):
+    found = alphas({"nothing": 1, pattern: 4, ".*": 5}, PATHS)
+    assert found == {p: 4 if re.match(rf"(.*\.)?({pattern})$", p) else 5 for p in PATHS}
+
+
+@pytest.mark.parametrize("pattern", [
+    r"(a+)+$", r"(.*)*x", r"((.+)+\.)+!", r"(\w|\w\w)*-", r"(([\w.]+)+)+#", ".*" * 30 + "!",
+])  # fmt: skip
+def test_hostile_patterns_end(pattern):
+    paths = {f"{'a' * 60}.{path}.{n}.{'_' * 40}" for path in PATHS for n in range(50)}
+    assert alphas({pattern: 4}, paths) == {}
+    with pytest.raises(ValueError, match="matching alpha_pattern takes more than 1 s"):
+        alphas({rf"{pattern}(\w{{0,50}}){{0,4}}{n}x": 4 for n in range(2000)}, paths)
 
 
 def test_configurations_that_no_reader_should_parse(random_llava, targets, tmp_path):

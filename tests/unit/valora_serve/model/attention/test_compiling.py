@@ -22,6 +22,7 @@ class Compiler:
         self.release = threading.Event()  # ends the compilation
         self.error = None  # what it ends with
         self.attended = []  # backends of the plans that were made or updated, in their order
+        self.own = None  # the backend that is compiled
 
     def run(self):
         assert self.release.wait(LONG)
@@ -49,12 +50,23 @@ def compiler(monkeypatch):
         made.attended.append(self)
         return plan(self, rows)
 
+    def crowd(self, _):
+        """Like FlashInfer, and unlike its stand-in."""
+        made.own = made.own or self
+        return 80 if self is made.own else None
+
+    crowded = TorchBackend.crowded_plan
+
+    def crowded_plan(self, *size):
+        return Noted(self) if self is made.own else crowded(self, *size)
+
     monkeypatch.setattr("valora_serve.engine.warm_up.PATIENCE", 0.01)
     monkeypatch.setattr(TorchBackend, "stand_in", "torch")
-    monkeypatch.setattr(TorchBackend, "crowd", lambda *_: 80)
+    monkeypatch.setattr(TorchBackend, "crowd", crowd)
+    monkeypatch.setattr(TorchBackend, "crowded_plan", crowded_plan)
     monkeypatch.setattr(TorchBackend, "compile", lambda _: made.run())
     monkeypatch.setattr(TorchBackend, "plan", eager)
-    for kind in ("decode_plan", "mixed_plan", "crowded_plan"):
+    for kind in ("decode_plan", "mixed_plan"):
         monkeypatch.setattr(TorchBackend, kind, lambda self, *_: Noted(self))
     yield made
     made.release.set()
@@ -92,9 +104,11 @@ def test_requests_are_answered_before_and_after_another_backend_takes_over(base,
     def answers():
         return tokens(run(engine, asked))
 
+    compiler.own = None
     engine = started(base, adapter)
     runner = engine.runner
     own = runner._compiling.backend
+    assert own is compiler.own
     assert runner.provisional
     compiler.attended.clear()
     assert answers() == expected

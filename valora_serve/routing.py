@@ -8,8 +8,7 @@ Two choices: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancin
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -54,8 +53,11 @@ class RouterSettings:
     seed: int = 0  # of random choices
 
 
-class Router(ABC):
-    """Ranks the replicas for a request; only random draws depend on what it answered before."""
+class Router:
+    """Ranks the replicas for a request, here at random: the baseline.
+
+    Only random draws depend on what it answered before.
+    """
 
     def __init__(self, settings: RouterSettings | None = None) -> None:
         self.settings = settings or RouterSettings()
@@ -65,17 +67,8 @@ class Router(ABC):
         """Return the ids of the replicas for an adapter (None: the base model), best first."""
         return [one.id for one in self.order(adapter, sorted(replicas, key=lambda r: r.id))]
 
-    @abstractmethod
-    def order(
-        self, adapter: str | None, replicas: Sequence[ReplicaState]
-    ) -> Iterable[ReplicaState]:
-        """Order the replicas, which come sorted by id, as `rank` does."""
-
-
-class RandomRouter(Router):
-    """All orders are equally likely: the baseline."""
-
     def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
+        """Order the replicas, which come sorted by id, as `rank` does."""
         return self.random.sample(replicas, len(replicas))
 
 
@@ -86,9 +79,8 @@ class LeastRouter(Router):
     """
 
     def order(self, adapter: str | None, replicas: Sequence[ReplicaState]) -> list[ReplicaState]:
-        shuffled = self.random.sample(replicas, len(replicas))
-        drawn, others = shuffled[: self.settings.choices], shuffled[self.settings.choices :]
-        return sorted(drawn, key=lambda r: r.load) + others
+        shuffled, count = super().order(adapter, replicas), self.settings.choices
+        return sorted(shuffled[:count], key=lambda r: r.load) + shuffled[count:]
 
 
 class AffinityRouter(LeastRouter):
@@ -117,16 +109,16 @@ class AffinityRouter(LeastRouter):
         return sorted(ranked, key=rank)  # stable: the adapter's own order decides among equals
 
 
+_KINDS = {"affinity": "Affinity", "random": "", "least": "Least"}
 ROUTERS: Registry[type[Router]] = Registry(
     "valora.routers",
     "router",
-    {name: f"{__name__}:{name.title()}Router" for name in ("affinity", "random", "least")},
+    {name: f"{__name__}:{kind}Router" for name, kind in _KINDS.items()},
     SettingsError,
 )
 
 
 @lru_cache(maxsize=1 << 16)
-def _weight(adapter: str, replica: str) -> int:
+def _weight(adapter: str, replica: str) -> bytes:
     """Weight of a replica for an adapter, on which processes agree; the largest comes first."""
-    text = f"{len(adapter)}:{adapter}{replica}".encode()
-    return int.from_bytes(blake2b(text, digest_size=8).digest())
+    return blake2b(f"{len(adapter)}:{adapter}{replica}".encode(), digest_size=8).digest()

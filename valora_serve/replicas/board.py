@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from valora_serve.errors import AdapterError, StoppedError
@@ -41,14 +41,12 @@ class Board:
     Ray starts it anew if it dies: it reads the file again, and hears of all replicas in `PERIOD`.
     """
 
-    def __init__(self, file: str | None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, file: str | None) -> None:
         self._file = StateFile(Path(file)) if file else None
         self._state = self._file.read() if self._file else SavedState()
         self._target = self._state  # what replicas are told to serve: another one while it changes
-        self._error: Exception | None = None  # of one that could not
         self._holder: str | None = None  # the replica whose turn it is
         self._changing = asyncio.Lock()  # a change goes on when its replica dies
-        self._clock = clock
         self._replicas: dict[str, tuple[float, Report]] = {}  # when they reported last, and what
         self._owed: defaultdict[str, Counter[str]] = defaultdict(Counter)  # `taken` of others
         self._served: Any = None
@@ -79,23 +77,24 @@ class Board:
         if self._holder != replica:
             return StoppedError("The board of the replicas has started anew: ask again")
         async with self._changing:
-            self._target, self._error = state, None
-            await self._followed()
+            error = await self._follow(state)
             try:
-                if self._error is None and self._file:
+                if error is None and self._file:
                     self._file.publish(self._file.draft(state))
-            except OSError as error:
-                self._error, self._target = error, self._state
-                await self._followed()
+            except OSError as failure:
+                error = failure
+            if error is not None:
+                await self._follow(self._state)
             self._state = self._target
-            return self._error
+            return error
 
-    async def _followed(self) -> None:
-        """Wait until the replicas, but the one whose turn it is, have done what they were told."""
-        while any(
-            one.followed != self._target.revision and one.replica != self._holder
-            for one in self.reports()
-        ):
+    async def _follow(self, state: SavedState) -> Exception | None:
+        """Have all replicas but the one whose turn it is serve a state; the error if one cannot."""
+        self._target = state
+        while True:
+            others = [one for one in self.reports() if one.replica != self._holder]
+            if all(one.followed == state.revision for one in others):
+                return next((AdapterError(one.problem) for one in others if one.problem), None)
             await asyncio.sleep(PERIOD / 10)
 
     async def report(self, report: Report) -> tuple[SavedState | None, list[Report], Counter[str]]:
@@ -106,16 +105,13 @@ class Board:
         name = report.replica
         for other in self._replicas.keys() - {name}:
             self._owed[other].update(report.taken)
-        self._replicas[name] = self._clock(), report
-        if report.problem and report.followed == self._target.revision != self._state.revision:
-            self._error, self._target = AdapterError(report.problem), self._state
+        self._replicas[name] = monotonic(), report
         for _ in range(10):
-            if self._holder != name and report.followed != self._target.revision:
+            told = None if self._holder == name else self._target
+            if told is not None and told.revision != report.followed:  # what it serves changes now
+                self._replicas[name] = monotonic(), replace(report, followed="")
                 break
             await asyncio.sleep(PERIOD / 10)
-        told = None if self._holder == name else self._target
-        if told is not None and told.revision != report.followed:  # what it serves changes now
-            self._replicas[name] = self._clock(), replace(report, followed="")
         return told, self.reports(), self._owed.pop(name, Counter())
 
     def leave(self, replica: str) -> None:
@@ -124,7 +120,7 @@ class Board:
 
     def reports(self) -> list[Report]:
         """The replicas that have reported lately."""
-        since = self._clock() - STALE
+        since = monotonic() - STALE
         self._replicas = {name: one for name, one in self._replicas.items() if one[0] >= since}
         return [report for _, report in self._replicas.values()]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import pickle
@@ -14,8 +13,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 # Read when Ray is imported. Ray reports its use to its makers otherwise, starts by itself when a
@@ -36,7 +37,6 @@ from valora_serve.replicas.board import PERIOD, Board
 from valora_serve.replicas.replica import NAMESPACE, EngineReplica
 from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.api.system import own_version
-from valora_serve.server.listen import bind
 from valora_serve.server.loading.startup import Served
 from valora_serve.server.loading.state_file import content_hash
 from valora_serve.server.settings import ServerSettings
@@ -47,7 +47,7 @@ Sockets = list[socket.socket]
 DRAIN_EXTRA = 15.0  # seconds that a replica has to stop, once its requests had `drain_seconds`
 REACH_SECONDS = 5.0  # time limit for connecting to a Ray cluster
 LOGS = "/tmp/ray/session_latest/logs"
-FRONT = "valora_serve.replicas.front"  # what runs in the process of a front
+FRONT = (sys.executable, "-m", "valora_serve.replicas.front")
 
 
 async def run(
@@ -56,87 +56,78 @@ async def run(
 ) -> None:  # fmt: skip
     """Start replicas and fronts, call `announce` once these answer, and watch them to the end."""
     address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
-    join(address)  # not in another thread: the processes of a Ray of ours end with that thread
-    with contextlib.ExitStack() as stack:
-        stack.callback(ray.shutdown)
+    # Not in another thread: the processes of a Ray of ours end with that thread.
+    with join(address), contextlib.ExitStack() as stack:
         board = pin_board(settings.application, server)
         if address is not None:
             stack.callback(_delete, settings.application)
         count = settings.fronts or max(2, min(16, (os.cpu_count() or 1) // 4))
-        each = dataclasses.replace(server, max_connections=server.max_connections * count)
+        each = replace(server, max_connections=server.max_connections * count)
         await deploy(settings, engine, each, folders)
-        await keep_fronts(
-            shared(sockets, server, count), (server, settings, engine.slots, count),
-            partial(_known, board), partial(announce, await board.served.remote()),
-        )  # fmt: skip
-
-
-def shared(sockets: Sockets, server: ServerSettings, count: int) -> list[Sockets]:
-    """Sockets for each of `count` processes, between which the kernel spreads connections."""
-    if server.unix_socket:
-        return [sockets] * count
-    for one in sockets:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, True)
-    same = dataclasses.replace(server, port=sockets[0].getsockname()[1])
-    return [sockets, *(bind(same, shared=True) for _ in range(count - 1))]
+        known = Path(stack.enter_context(TemporaryDirectory(prefix="valora-"))) / "known"
+        held = max(server.max_body_bytes, server.max_held_bytes // count)
+        plan = known, replace(server, max_held_bytes=held), settings, engine.slots
+        announcing = partial(announce, await board.served.remote())
+        await keep_fronts(count, sockets, plan, partial(_tell, board, known), announcing)
 
 
 async def keep_fronts(
-    sockets: Sequence[Sockets], plan: tuple[Any, ...], look: Callable[[], Awaitable[bytes | None]],
-    announce: Callable[[], None],
+    count: int, sockets: Sockets, plan: tuple[Any, ...], tell: Callable[[], Awaitable[None]],
+    announce: Callable[[], None] | None,
 ) -> None:  # fmt: skip
-    """Run a front for each of the sockets until SIGTERM or SIGINT; one that dies starts again.
+    """Run fronts on the sockets until SIGTERM or SIGINT; one that dies starts again.
 
-    `plan` has the other arguments of `front.Front`; `announce` is called once all fronts answer.
+    `plan` has the arguments of `front.serve`: the file that `tell` writes, and those of a `Front`.
+    Once all fronts answer, `announce` is called.
     """
-    stop, known = asyncio.Event(), await look() or pickle.dumps([])
+    stop, numbers = asyncio.Event(), [one.fileno() for one in sockets]
     for ends_it in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(ends_it, stop.set)
-    running = [await _start(own, plan, known) for own in sockets]
-    if not all([await front.stdout.readline() for front in running]):
-        raise SettingsError("a front did not start: see what it has said above")
-    announce()
+
+    def start() -> Any:
+        made: Any = subprocess.Popen(FRONT, stdin=subprocess.PIPE, pass_fds=numbers)
+        pickle.dump((numbers, os.getpid(), *plan), made.stdin)
+        made.stdin.close()
+        return made
+
+    await tell()
+    running = [start() for _ in range(count)]
     while not stop.is_set():
-        known = await look() or known
+        await tell()
         for number, front in enumerate(running):
-            if front.returncode is None:
-                front.stdin.write(known)
-            else:
-                log.warning("a front ended with status %s: it starts again", front.returncode)
-                running[number] = await _start(sockets[number], plan, known)
+            if front.poll() is None:
+                continue
+            if announce is not None:
+                raise SettingsError("a front did not start: see what it has said above")
+            log.warning("a front ended with status %s: it starts again", front.returncode)
+            running[number] = start()
+        if announce and all(plan[0].with_name(str(one.pid)).exists() for one in running):
+            announce = announce()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), PERIOD)
-    for one in {one for some in sockets for one in some}:
+    for one in sockets:
         one.close()
     for how in (signal.SIGTERM, signal.SIGKILL):
         for front in running:
-            with contextlib.suppress(ProcessLookupError):
-                front.send_signal(how)
-        ends = [asyncio.create_task(front.wait()) for front in running]
-        await asyncio.wait(ends, timeout=plan[0].drain_seconds + DRAIN_EXTRA)
+            front.send_signal(how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for front in running:
+                front.wait(plan[1].drain_seconds + DRAIN_EXTRA)
 
 
-async def _start(sockets: Sockets, plan: tuple[Any, ...], known: bytes) -> Any:
-    numbers = [one.fileno() for one in sockets]
-    made: Any = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", FRONT), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        pass_fds=numbers,
-    )  # fmt: skip
-    made.stdin.write(pickle.dumps((numbers, *plan)) + known)
-    return made
-
-
-async def _known(board: Any) -> bytes | None:
-    """What fronts are told of the replicas; None if the board is silent or has just started."""
+async def _tell(board: Any, known: Path) -> None:
+    """Write what fronts know of the replicas, unless the board is silent or has just started."""
     try:
         reports = await asyncio.wait_for(board.reports.remote(), REACH_SECONDS)
-    except (TimeoutError, ray.exceptions.RayError) as error:
+        if reports or not known.exists():
+            draft = known.with_suffix(".new")
+            draft.write_bytes(pickle.dumps([one for one in reports if one.healthy]))
+            draft.replace(known)
+    except (TimeoutError, OSError, ray.exceptions.RayError) as error:
         log.warning("the board does not answer: %s", error)
-        return None
-    return pickle.dumps([one for one in reports if one.healthy]) if reports else None
 
 
-def join(address: str | None) -> None:
+def join(address: str | None) -> Any:
     """Join the cluster at HOST:PORT or ``auto``, or start one here; or a `SettingsError`."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     # Ray gives up after 30 s by default, less than a cold start on a slow disk takes.
@@ -148,7 +139,7 @@ def join(address: str | None) -> None:
         if address not in (None, "auto"):  # Ray itself tries for minutes
             host, _, port = str(address).rpartition(":")
             socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
-        ray.init(**options, namespace=NAMESPACE, logging_level=logging.ERROR)
+        return ray.init(**options, namespace=NAMESPACE, logging_level=logging.ERROR)
     except Exception as error:
         reason = _line(error).rstrip(".:")[:300] or type(error).__name__
         said = f"Ray cannot be started on this machine ({reason}): see {LOGS}"

@@ -1,6 +1,6 @@
 """A front: a process with the public port that passes requests to replicas, and answers back.
 
-`python -m valora_serve.replicas.front` reads from stdin what `cluster.keep_fronts` writes.
+`python -m valora_serve.replicas.front` is started by `cluster.keep_fronts`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import re
 import signal
 import socket
 import sys
-import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, cast
 
@@ -27,16 +26,15 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 from yarl import URL
 
-from valora_data.errors import ValoraError
-from valora_serve.errors import CancelledRequestError, StoppedError
-from valora_serve.replicas.board import Report
+from valora_serve.errors import StoppedError
+from valora_serve.replicas.board import PERIOD, Report
 from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.routing import ROUTERS, ReplicaState
 from valora_serve.server.access.guard import Rules
 from valora_serve.server.access.keys import KeyRing
 from valora_serve.server.app import make_server
 from valora_serve.server.bodies import LARGE_BYTES, Bodies
-from valora_serve.server.errors import error_answer, error_body
+from valora_serve.server.errors import error_body
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.middleware import SECURE, Middleware
 from valora_serve.server.settings import ServerSettings
@@ -76,12 +74,8 @@ class Replica(ReplicaState):
 class Front:
     """ASGI application that chooses a replica for each request, and passes bytes on."""
 
-    def __init__(
-        self, settings: ServerSettings, replicas: ReplicaSettings, slots: int, fronts: int
-    ) -> None:
-        held = max(settings.max_body_bytes, settings.max_held_bytes // fronts)
-        self._bodies = Bodies(replace(settings, max_held_bytes=held))
-        self._keys = KeyRing(settings)
+    def __init__(self, settings: ServerSettings, replicas: ReplicaSettings, slots: int) -> None:
+        self._bodies, self._keys = Bodies(settings), KeyRing(settings)
         self._router = ROUTERS[replicas.router](replicas.router_settings)
         self._replicas: dict[str, Replica] = {}
         self._slots = slots  # adapters on a replica's device
@@ -104,28 +98,21 @@ class Front:
             one.report, one.resident, one.told = report, report.stats.adapters_resident, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle an HTTP request."""
-        try:
-            await self._handle(Request(scope, receive), send)
-        except CancelledRequestError:
-            pass
-        except ValoraError as error:
-            await error_answer(error)(scope, receive, send)
-
-    async def _handle(self, request: Request, send: Send) -> None:
+        """Handle an HTTP request; `ServeError`s are for the middleware."""
+        request = Request(scope, receive)
         length = request.headers.get(LENGTH, "0")
         if "transfer-encoding" in request.headers or int(length[:20] or 0) > LARGE_BYTES:
             self._keys.check(request.headers.get("authorization"))  # before it takes memory
         body = await self._bodies.read(request, Rules())
-        path = request.scope["path"].removeprefix(request.scope["root_path"])
+        path = scope["path"].removeprefix(scope["root_path"])
         if _OF_ALL.fullmatch(asked := f"{request.method} {path}"):
-            await until_disconnect(request.receive, self._ask_all(request, body, asked, send))
+            await until_disconnect(receive, self._ask_all(request, body, asked, send))
             return
         lost, ranked = 0, self._ranked(named(request, body))
         for one in 2 * ranked:
             one.load += 1
             try:
-                await until_disconnect(request.receive, self._pass(one, request, body, send))
+                await until_disconnect(receive, self._pass(one, request, body, send))
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
                 self._replicas.pop(one.id, None)  # nothing was sent; until the next update
             except (aiohttp.ClientError, ConnectionError) as error:
@@ -257,27 +244,20 @@ def merge(pages: Mapping[str, bytes]) -> bytes:
 
 
 async def serve() -> None:
-    """Serve the sockets that the first message names, and follow the messages after it."""
-    source, loop = sys.stdin.buffer, asyncio.get_running_loop()
-    descriptors, settings, *more = pickle.load(source)
+    """Serve as stdin says, and follow a file with what is known of the replicas."""
+    numbers, parent, known, settings, *more = pickle.load(sys.stdin.buffer)
     logs.set_up(settings.log_level, settings.log_format)
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     front = Front(settings, *more)
-    front.update(pickle.load(source))
     server = make_server(cast("Any", Middleware(front, settings)), settings)
     server.config.lifespan = "off"
-
-    def follow() -> None:
-        with contextlib.suppress(EOFError, OSError):  # the server has ended
-            while True:
-                loop.call_soon_threadsafe(front.update, pickle.load(source))
-        server.should_exit = True
-
-    threading.Thread(target=follow, daemon=True).start()
-    serving = asyncio.create_task(server.serve([socket.socket(fileno=n) for n in descriptors]))
-    while not (server.started or serving.done()):
-        await asyncio.sleep(0.01)
-    os.write(1, b"ready\n")
+    front.update(pickle.loads(known.read_bytes()))
+    serving = asyncio.create_task(server.serve([socket.socket(fileno=n) for n in numbers]))
+    while (await asyncio.wait([serving], timeout=PERIOD))[1]:
+        front.update(pickle.loads(known.read_bytes()))
+        if server.started:
+            known.with_name(str(os.getpid())).touch()
+        server.should_exit |= os.getppid() != parent
     await serving
 
 
@@ -285,4 +265,4 @@ if __name__ == "__main__":
     for ends_it in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ends_it, signal.SIG_IGN)  # uvicorn raises those that it has handled again
     asyncio.run(serve())
-    os._exit(0)  # the thread still reads
+    os._exit(0)  # connections to replicas end with this process

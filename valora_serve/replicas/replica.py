@@ -75,9 +75,6 @@ class SharedState(StateFile):
         if error is not None:
             raise error
 
-    def discard(self, draft: SavedState) -> None:
-        pass
-
 
 class EngineReplica:
     """A server that follows the board; `host` and `cwd` are the machine and folder of fronts."""
@@ -121,7 +118,7 @@ class EngineReplica:
         self._reporting = asyncio.create_task(self._keep_reporting())
 
     async def _listen(self, app: FastAPI, bound: socket.socket, settings: ServerSettings) -> None:
-        self._app, self._context, self._load = app, app.state.context, 0
+        self._app, self._context = app, app.state.context
         self._context.guard.rates.taken = Counter()
         self._secret = secrets.token_hex(16)
         self._url = "http://{}:{}".format(*bound.getsockname())
@@ -145,14 +142,10 @@ class EngineReplica:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers[FACTS] = json.dumps(inner["state"]["facts"])
-                headers[LOAD] = str(self._load)
+                headers[LOAD] = str(len(self._server.server_state.tasks))
             await send(message)
 
-        self._load += 1
-        try:
-            await self._app(inner, receive, sending)
-        finally:
-            self._load -= 1
+        await self._app(inner, receive, sending)
 
     async def _tell(self) -> tuple[SavedState | None, SavedState]:
         """Report to the board; gives what its `report` tells to serve, and what was served."""
@@ -164,7 +157,7 @@ class EngineReplica:
             # Names of all adapters would make reports long.
             replace(self._engine.stats(), on_device=(), on_disk=()),
             {m.name: m.adapter for m in self._engine.models() if m.adapter != m.name},
-            taken, self._load,
+            taken, len(self._server.server_state.tasks),
         )  # fmt: skip
         state, reports, taken = await self._board.report.remote(told)
         self._engine.peers = {one.replica: one.stats for one in reports}
@@ -173,7 +166,7 @@ class EngineReplica:
 
     async def _follow(self, state: SavedState | None, before: SavedState) -> None:
         """Serve what the board has told, if this replica still serves what it did `before`."""
-        if state is None:
+        if state is None or (self._problem and state.revision == self._followed):
             return
         self._followed, self._problem = "", None
         try:

@@ -17,11 +17,8 @@ _REMEDIES = {
 }
 
 
-def bind(settings: ServerSettings, *, shared: bool = False) -> list[socket.socket]:
-    """Bind the server's address, without listening yet: clients are refused until it serves.
-
-    With `shared`, others that allow it may have the address as well.
-    """
+def bind(settings: ServerSettings) -> list[socket.socket]:
+    """Bind the server's address, without listening yet: clients are refused until it serves."""
     if settings.unix_socket is not None:
         return [_bind_unix(Path(settings.unix_socket).absolute())]
     host, port = settings.host, settings.port
@@ -37,7 +34,6 @@ def bind(settings: ServerSettings, *, shared: bool = False) -> list[socket.socke
                 continue
             bound.append(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             # Connections inherit it: those whose client reads nothing end by it.

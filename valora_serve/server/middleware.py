@@ -75,8 +75,9 @@ class Middleware:
             await self._app(inner, receive, sending)
         except StalledClientError:
             logs.LOG.warning("the client does not read its response: its request is cancelled")
-        except asyncio.CancelledError:  # as uvicorn does with what runs after the drain
-            await failed(DrainingError(DRAINED))
+        except (ServeError, asyncio.CancelledError) as error:
+            # A front's, or by uvicorn, which cancels what runs after the drain.
+            await failed(error if isinstance(error, ServeError) else DrainingError(DRAINED))
         except Exception:  # noqa: BLE001 - logged; the response does not show it
             logs.LOG.exception("%s %s failed", scope["method"], path[:LOGGED_PATH])
             await failed(ServeError("The server failed: see its log"))

@@ -416,7 +416,7 @@ def send(port, clients, seconds):
     return asyncio.run(all_of_them())
 
 
-def front(console, seconds, counts, senders, clients):
+def front(console, file, seconds, counts, senders, clients):
     """CPU time of a front for each request, and requests a second, with replicas of no cost."""
     from tests.support.replicas import report
     from valora_serve.replicas import cluster
@@ -436,20 +436,20 @@ def front(console, seconds, counts, senders, clients):
     known = [report(f"r{port}", f"http://127.0.0.1:{port}") for port in ports]
     settings = ServerSettings(port=0, log_level="warning")
 
-    async def look():
-        return pickle.dumps(known)
+    async def tell():
+        file.write_bytes(pickle.dumps(known))
 
     async def case(count):
-        sockets = cluster.shared(bind(settings), settings, count)
-        port = sockets[0][0].getsockname()[1]
-        plan, started = (settings, ReplicaSettings(replicas=4), 32, count), asyncio.Event()
-        task = asyncio.create_task(cluster.keep_fronts(sockets, plan, look, started.set))
+        sockets, started = bind(settings), asyncio.Event()
+        port = sockets[0].getsockname()[1]
+        plan = file, settings, ReplicaSettings(replicas=4), 32
+        task = asyncio.create_task(cluster.keep_fronts(count, sockets, plan, tell, started.set))
         await started.wait()
         loop = asyncio.get_running_loop()
         with ProcessPoolExecutor(senders, spawn) as pool:
             for length in (seconds / 4, seconds):
                 below = psutil.Process().children()
-                processes = [one for one in below if cluster.FRONT in one.cmdline()]
+                processes = [one for one in below if cluster.FRONT[-1] in one.cmdline()]
                 before = cpu(processes)
                 psutil.cpu_percent()
                 told = await asyncio.gather(*(
@@ -516,7 +516,7 @@ def main():
                 kill(few, folder, store, console)
         if "front" in found.parts:
             seconds = 4.0 if found.tiny else min(found.seconds, 20.0)
-            front(console, seconds, found.fronts, found.senders, found.clients)
+            front(console, folder / "known", seconds, found.fronts, found.senders, found.clients)
         if "affinity" in found.parts:
             affinity(many, folder, save_adapters(many, folder / "many"), console)
 

@@ -4,8 +4,6 @@ from valora_serve.routing import ROUTERS, ReplicaState
 
 ALPHABETICAL = """
 from valora_serve.routing import Router
-
-
 class extension(Router):
     def order(self, adapter, replicas):
         return replicas  # sorted by id

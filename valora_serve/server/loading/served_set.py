@@ -181,13 +181,13 @@ class ServedSet:
         try:
             await self._move(new, make, kind, name)
         except BaseException:  # loading changes nothing if it fails
-            self._file.discard(draft)
+            self._file.discard()
             self.state = old
             raise
         try:
             await asyncio.to_thread(self._file.publish, draft)
         except (OSError, errors.ServeError) as error:  # also of a replica that cannot serve it
-            self._file.discard(draft)
+            self._file.discard()
             said = "nothing was changed"
             try:
                 await self._move(old)

@@ -56,6 +56,7 @@ class StateFile:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._partial = self.path.with_name(self.path.name + ".partial")
 
     def read(self) -> SavedState:
         """Read the state; an empty one if there is no file."""
@@ -78,16 +79,15 @@ class StateFile:
     def draft(self, state: SavedState, what: str = "") -> Any:
         """Write a state, in which a kind and name are new, beside the file, down to the disk."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_name(self.path.name + ".partial")
         try:
-            with draft.open("w", encoding="utf-8") as file:
+            with self._partial.open("w", encoding="utf-8") as file:
                 file.write(state.model_dump_json(indent=1))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError:
-            self.discard(draft)
+            self.discard()
             raise
-        return draft
+        return self._partial
 
     def publish(self, draft: Any) -> None:
         """Rename a draft to the state file."""
@@ -101,10 +101,10 @@ class StateFile:
         except OSError as error:  # only a loss of power could undo the renaming now
             logs.LOG.warning("the folder of %s could not be synchronized: %s", self.path, error)
 
-    def discard(self, draft: Any) -> None:
-        """Remove a draft."""
+    def discard(self) -> None:
+        """Remove a draft, if there is one."""
         with contextlib.suppress(OSError):
-            draft.unlink()
+            self._partial.unlink()
 
 
 def content_hash(kind: str, folder: Path) -> str:

@@ -336,12 +336,13 @@ def test_loading_and_unloading_while_requests_run(base, adapters, reference):
 
 def test_a_model_goes_from_one_engine_to_the_next(base, adapters, reference):
     """Also where the next one's adapters change fewer linears than were merged into before."""
-    engine = make_engine(base, {"patterns": adapters["patterns"]}, policy="merge_only")
-    for name in ("patterns", "attention", "mlp"):
-        if name != "patterns":
-            engine = Engine(engine.settings, engine.lmm, engine.cost)
+    engine = make_engine(base, policy="merge_only")
+    for names in (["attention", "mlp"], ["patterns"], ["attention"]):
+        engine = Engine(engine.settings, engine.lmm, engine.cost)
+        for name in names:
             engine.load(adapters[name], name)
-        requests = mixed([name, None, name])
+        requests = mixed([*names, None, *names])
         check_answers(run(engine, requests), reference, *requests)
+        assert not engine.adapters.unmergeable
         engine.close()
         engine.lmm.linears.release()

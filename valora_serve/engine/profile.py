@@ -92,6 +92,7 @@ class Profiler:
         self._engine, self._seconds, self._spent = engine, seconds, 0.0
         self._points: dict[StepShape, list[float]] = {}
         self._loads: list[tuple[int, float]] = []
+        self._uncaptured: float | None = None  # seconds of a step that no graph holds
         self._work: Iterator[CostModel | None] | None = None
 
     def go_on(self) -> None:
@@ -123,10 +124,10 @@ class Profiler:
         engine, points = self._engine, self._points
         self._loads += _load(engine)
         yield None
-        captured, uncaptured = engine.runner.captured_prompts, 0.0
-        if captured and captured[-1] < engine.settings.max_tokens:
-            if (large := _uncaptured(engine, captured[-1])) is not None:
-                uncaptured = _time(engine, large)
+        captured = engine.runner.captured_prompts
+        if captured and captured[-1] < engine.settings.max_tokens and self._uncaptured is None:
+            large = _uncaptured(engine, captured[-1])
+            self._uncaptured = 0.0 if large is None else _time(engine, large)
             yield None
         for round_ in range(1 if engine.device.type == "cuda" else ROUNDS):
             for step in _steps(engine):
@@ -154,7 +155,7 @@ class Profiler:
             unmerges=unmerges,
             loads=self._loads,
             captured_rows=captured,
-            uncaptured_seconds=uncaptured,
+            uncaptured_seconds=self._uncaptured or 0.0,
             lora_known=bool(engine.adapters.resident),
         )
 
@@ -274,8 +275,7 @@ def make_step(
         ids = None if decoding else [3 + token % 1000 for token in range(tokens)]
         works.append(Work(number, context, tokens, ids, table, slot, choice=choice))
         left = 0 if decoding else tokens
-        images = len(visuals)
-        view = RequestView(str(number), key, rank, 0.0, left, kv_tokens=context, images=images)
+        view = RequestView(str(number), key, rank, 0.0, left, context, images=len(visuals))
         batch.append((view, tokens))
     ranks = {key: int(adapters.ranks[adapters.slot(key)]) for key in resident}
     return Step(step_shape(mode, merged, batch, ranks), works, merged, visuals)

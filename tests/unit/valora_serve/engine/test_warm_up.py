@@ -256,8 +256,10 @@ def test_an_engine_serves_without_costs(base, adapters, monkeypatch):
     assert (stats.merged_adapter, stats.pages_kv, stats.switches) == (None, 0, 0)
 
 
-def test_a_measurement_that_is_interrupted_goes_on(base, adapters):
-    engine = make_engine(base, {"a": adapters["a"]}, policy="valora")
+def test_a_measurement_that_is_interrupted_goes_on(base, adapters, monkeypatch):
+    engine = make_engine(base, {"a": adapters["a"]}, policy="valora", prompt_graphs=True)
+    engine.runner.give_up(Preparation(PROMPT, engine.runner.captured_prompts[-1], 0))
+    monkeypatch.setattr(profile, "_uncaptured", uncaptured := Mock(wraps=profile._uncaptured))
     profiler = profile.Profiler(engine)
     for piece in range(200):
         profiler.go_on()
@@ -269,6 +271,7 @@ def test_a_measurement_that_is_interrupted_goes_on(base, adapters):
             add_requests(engine, question(f"{piece}", "a", tokens=2))
             finish(engine)
     assert profiler.found is not None and profiler.found.measured
+    assert uncaptured.call_count == 1  # else no request may come for half a second
     shapes = profiler._points.keys()
     assert {step.shape for step in profile._steps(engine)} == shapes
     assert {shape.images for shape in shapes} == {0, *profile.FEW_IMAGES}

@@ -16,11 +16,7 @@ from valora_serve.server.loading.state_file import StateFile
 from valora_serve.server.resolving.on_request import OnRequest
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
-from valora_serve.server.telemetry.metrics import (
-    Metrics,
-    adapter_states,
-    memory_bytes,
-)
+from valora_serve.server.telemetry.metrics import Metrics, adapter_states, memory_bytes
 from valora_serve.types import EngineStats, Finish, Output, ServedModel, Times, Usage
 
 

@@ -18,7 +18,7 @@ BUDGETS = {
     "tests/*/valora_train": 6_966,
     "tests/*/valora_data": 3_547,
     "tests/*/valora_teachers": 1_142,
-    "tests/*/valora_kernels": 1_937,
+    "tests/*/valora_kernels": 1_935,
     "tests/*/valora_serve": 22_676,
     "tests/unit/bench": 1_584,
     BENCH: 12_920,

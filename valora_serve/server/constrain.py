@@ -146,17 +146,16 @@ class Grammars:
 
     def _rules(self, key: str) -> str:
         """Return the rules of a grammar, which a process of its own has compiled."""
-        try:
-            compiling = self._process.submit(json_schema.compiled, key)
-        except BrokenProcessPool:  # it has ended: by the grammar before, or while it was idle
-            self._process = json_schema.process()
-            compiling = self._process.submit(json_schema.compiled, key)
-        try:
-            return compiling.result()
-        except BrokenProcessPool as error:
-            raise RequestError(
-                "The JSON schema takes too long to compile, or too much memory: simplify it"
-            ) from error
+        began, ended = time.monotonic(), 0
+        while True:
+            try:
+                return self._process.submit(json_schema.compiled, key).result()
+            except BrokenProcessPool as error:  # by this grammar, or it was killed, maybe idle
+                self._process, ended = json_schema.process(), ended + 1
+                if ended == 2 or time.monotonic() - began > json_schema.SECONDS:
+                    raise RequestError(
+                        "The JSON schema takes too long to compile, or too much memory: simplify it"
+                    ) from error
 
     def _compile(self, grammar: Grammar, key: str) -> _Known:
         """Make the matcher of a grammar, which is tried; refused if that fails."""

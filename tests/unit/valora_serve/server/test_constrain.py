@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import httpx
@@ -202,6 +204,17 @@ def test_a_process_that_is_killed_while_it_is_idle_is_replaced(grammars):
         assert made(grammars, {"type": "integer", "minimum": minimum})
         os.kill(grammars._process.submit(os.getpid).result(), signal.SIGKILL)
         until(lambda: grammars._process._broken)
+
+
+def test_a_schema_is_compiled_again_if_the_process_is_killed_meanwhile(grammars):
+    made(grammars, {"type": "integer", "minimum": 3})  # another process, where it was killed
+    killed = grammars._process.submit(os.getpid).result()
+    grammars._process.submit(time.sleep, 60)
+    with ThreadPoolExecutor() as thread:
+        compiling = thread.submit(made, grammars, {"type": "integer", "minimum": 4})
+        until(lambda: len(grammars._process._pending_work_items) == 2)
+        os.kill(killed, signal.SIGKILL)
+        assert compiling.result()
 
 
 @pytest.fixture

@@ -358,7 +358,7 @@ class ServedSet:
         except BaseException as error:
             try:
                 await self._engine.unload("bundle", name)
-                if before is not None:
+                if before is not None and before.resolve() != folder:  # it was not overwritten
                     await self._engine.load_bundle(before)
             except ValoraError as failure:
                 raise errors.AdapterError(

@@ -38,6 +38,7 @@ _FETCH_FAILS = (
     httpcore.UnsupportedProtocol, OSError, ValueError,
 )  # fmt: skip
 _REDIRECT = {301, 302, 303, 307, 308}
+_HEADERS = [("User-Agent", "valora-serve"), ("Accept", "image/*, video/*")]
 
 
 class MediaUrl:
@@ -114,6 +115,9 @@ class Fetcher:
             await self._pool.aclose()
 
     async def _fetch(self, text: str, max_bytes: int, what: str) -> bytes:
+        if self._pool is None:
+            backend = _CheckedNetwork(self._settings.media_private)
+            self._pool = httpcore.AsyncConnectionPool(network_backend=backend, max_connections=32)
         url: httpx.URL | None = None
         for _ in range(MAX_REDIRECTS + 1):
             try:
@@ -121,15 +125,22 @@ class Fetcher:
             except (httpx.InvalidURL, ValueError) as error:
                 raise ImageError(f"The {what}'s URL is not valid: {str(error)[:200]}") from error
             self._check_url(url, what)
+            target = httpcore.URL(
+                scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
+            )
+            headers = [("Host", url.netloc.decode()), *_HEADERS]
             try:
-                found = await self._get(url, max_bytes, what)
+                async with self._pool.stream("GET", target, headers=headers) as response:
+                    if response.status not in _REDIRECT:
+                        return await _content_of(response, max_bytes, what)
+                    named = [v for name, v in response.headers if name.lower() == b"location"]
             except _FETCH_FAILS as error:
                 raise ImageError(
                     f"The {what} cannot be fetched from {_host(url)}: {type(error).__name__}"
                 ) from error
-            if isinstance(found, bytes):
-                return found
-            text = found
+            if not named:
+                raise ImageError(f"The {what}'s host redirects without saying where")
+            text = named[0].decode(errors="replace")
         raise ImageError(
             f"The {what}'s host redirects more than {MAX_REDIRECTS} times: name the target"
         )
@@ -145,31 +156,16 @@ class Fetcher:
                 "send it as a data: URL, or let the operator name the host in media_hosts"
             )
 
-    async def _get(self, url: httpx.URL, max_bytes: int, what: str) -> bytes | str:
-        if self._pool is None:
-            backend = _CheckedNetwork(self._settings.media_private)
-            self._pool = httpcore.AsyncConnectionPool(network_backend=backend, max_connections=32)
-        headers = [
-            ("Host", url.netloc.decode()), ("User-Agent", "valora-serve"),
-            ("Accept", "image/*, video/*"),
-        ]  # fmt: skip
-        target = httpcore.URL(
-            scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
-        )
-        async with self._pool.stream("GET", target, headers=headers) as response:
-            if response.status in _REDIRECT:
-                for name, value in response.headers:
-                    if name.lower() == b"location":
-                        return value.decode(errors="replace")
-                raise ImageError(f"The {what}'s host redirects without saying where")
-            if response.status != 200:
-                raise ImageError(f"The {what}'s host answered with status {response.status}")
-            content = bytearray()
-            async for piece in response.aiter_stream():
-                content += piece
-                if len(content) > max_bytes:
-                    raise too_large(what, max_bytes)
-            return bytes(content)
+
+async def _content_of(response: httpcore.Response, max_bytes: int, what: str) -> bytes:
+    if response.status != 200:
+        raise ImageError(f"The {what}'s host answered with status {response.status}")
+    content = bytearray()
+    async for piece in response.aiter_stream():
+        content += piece
+        if len(content) > max_bytes:
+            raise too_large(what, max_bytes)
+    return bytes(content)
 
 
 class _CheckedNetwork(httpcore.AnyIOBackend):

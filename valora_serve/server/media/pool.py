@@ -72,19 +72,13 @@ class DecodePool:
 
     async def decode(self, job: Job, wait: float) -> list[Image.Image]:
         """Decode an image or a video; it is dropped or soon stopped if the caller is cancelled."""
-        future = self._threads.submit(self._run, job)
-        late = False
-
-        def give_up() -> None:
-            nonlocal late
-            late = future.cancel()  # does nothing once the job runs
-
-        timer = asyncio.get_running_loop().call_later(wait, give_up)
+        future, task = self._threads.submit(self._run, job), asyncio.current_task()
+        # Does nothing once the job runs.
+        timer = asyncio.get_running_loop().call_later(wait, future.cancel)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if late and not (task and task.cancelling()):
+            if not (task and task.cancelling()):
                 raise OverloadedError(
                     f"The {job.what} waited {wait:g} s for others to be decoded: try again soon"
                 ) from None

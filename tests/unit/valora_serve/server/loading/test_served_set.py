@@ -166,15 +166,15 @@ def after_restart(place, bundles=()):
 
 @pytest.mark.parametrize("error", [AdapterError("came out differently"), ZeroDivisionError()])
 def test_a_bundle_whose_golden_examples_differ_is_not_served(place, error):
-    newer = bundle(place / "adapters" / "cars-2", ("car", "van"))
+    differ = [bundle(place / "adapters" / "cars-2", ("car", "van"))]
 
-    async def newer_differs(folder):
-        if folder == newer:
+    async def replay(folder):
+        if folder in differ:
             raise error
 
     async def life():
         engine = FakeEngine()
-        served = make(place, engine, newer_differs)
+        served = make(place, engine, replay)
         with pytest.raises(type(error)):
             await served.load_bundle("cars-2")
         assert roots(engine) == BUILT_IN
@@ -184,7 +184,12 @@ def test_a_bundle_whose_golden_examples_differ_is_not_served(place, error):
         with pytest.raises(type(error)):
             await served.load_bundle("cars-2")
         await served.load_adapter("mine", "good", replace=False)  # records nothing of it
-        return roots(engine)  # the version that it would replace comes back
+        after = roots(engine)  # the version that it would replace comes back
+        differ.append(place / "adapters" / "cars")
+        with pytest.raises(type(error)):
+            await served.load_bundle("cars")
+        assert "car" not in roots(engine), "what its folder holds now is served"
+        return after
 
     after = run(life())
     assert after.keys() - BUILT_IN == {"car", "mine"}

@@ -311,7 +311,10 @@ class FakeEngine:
     async def unload(self, kind, name):
         if kind == "bundle":
             every = self._served.items()
-            self._served = {k: m for k, m in every if not f"{m.bundle}".startswith(f"{name}@")}
+            kept = {k: m for k, m in every if not f"{m.bundle}@".startswith(f"{name}@")}
+            if len(kept) == len(self._served):
+                raise errors.UnknownModelError(f"no bundle is named {name}: known are none")
+            self._served = kept
             return
         found = self._served.get(name)
         if found is None or (found.form is None if kind == "context" else found.kind != "adapter"):

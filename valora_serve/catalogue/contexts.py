@@ -50,11 +50,6 @@ def read_context(
         return Context(name, ADAPTER, source_tokens=entry.source_tokens), None
     file = folder / entry.file
     memory, content = read_file(name, file, base, config)
-    if memory.form != entry.form or memory.tokens != entry.tokens:
-        raise AdapterError(
-            f"context {name} is a {entry.form} of {entry.tokens} tokens, its file holds a "
-            f"{memory.form} of {memory.tokens}: export the bundle again"
-        )
     embeddings = memory.tensors["embeddings"] if memory.form == MEMORY_TOKENS else None
     facts = (memory.form, memory.tokens, memory.position, content, memory.bytes)
     context = Context(name, *facts, entry.source_tokens, file, embeddings)

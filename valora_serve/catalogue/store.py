@@ -174,7 +174,7 @@ class Store:
         return Staged(None, (target,), {adapter.content: adapter}, folder)
 
     def _adapter(
-        self, name: str, folder: Path, *, decode_only: bool, encodes: int | None = None
+        self, name: str, folder: Path, *, decode_only: bool, encoder: Encoder | None = None
     ) -> tuple[Adapter, ResolvedModel]:
         """An adapter, and its entry."""
         adapter, head = read_adapter(folder, self._targets), None
@@ -194,9 +194,10 @@ class Store:
         model = ServedModel(
             name, "adapter", str(folder), parent=self.base, adapter=name, rank=adapter.rank,
             head=None if head is None else head.kind, labels=() if head is None else head.labels,
-            decode_only=decode_only, encodes=encodes,
+            decode_only=decode_only, encodes=None if encoder is None else len(encoder.queries),
         )  # fmt: skip
-        return adapter, ResolvedModel(model, replace(adapter, modules={}, score=None), head)
+        kept = replace(adapter, modules={}, score=None)
+        return adapter, ResolvedModel(model, kept, head, encoder=encoder)
 
     def stage_bundle(self, folder: Path) -> Staged:
         """Read a bundle, verify all its files, and check its adapters and heads, as above."""
@@ -219,20 +220,15 @@ class Store:
         listed: dict[str, ResolvedModel] = {}
         targets: list[ResolvedModel] = []
         for short, facts in (*bundle.adapters.items(), *bundle.encoders.items()):
-            encodes = facts["tokens"] if facts is bundle.encoders.get(short) else None
-            for file in (CONFIG, WEIGHTS) if encodes is None else (CONFIG, WEIGHTS, ENCODER_FILE):
+            folder, encoder = bundle.folder / facts["path"], None
+            encodes = facts is bundle.encoders.get(short)
+            for file in (CONFIG, WEIGHTS, ENCODER_FILE) if encodes else (CONFIG, WEIGHTS):
                 _verified(bundle, f"{facts['path']}/{file}")
-            folder = bundle.folder / facts["path"]
-            adapter, target = self._adapter(
-                f"{bundle.name}/{short}", folder, decode_only=bool(facts.get("decode_only")),
-                encodes=encodes,
-            )  # fmt: skip
-            if encodes is not None:
+            if encodes:
                 encoder = read_encoder(folder, self._config)
-                if len(encoder.queries) != encodes:
-                    made = len(encoder.queries)
-                    raise ValueError(f"encoder {short} makes {made} tokens, not {encodes}")
-                target = replace(target, encoder=encoder)
+            late = bool(facts.get("decode_only"))
+            name = f"{bundle.name}/{short}"
+            adapter, target = self._adapter(name, folder, decode_only=late, encoder=encoder)
             adapters[adapter.content] = adapter
             listed.setdefault(short, target)
             targets.append(target)

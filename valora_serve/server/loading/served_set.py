@@ -16,9 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from itertools import chain
 from pathlib import Path
 
-from valora_data.contract.bundle import MANIFEST
-from valora_data.contract.files import UnreadableError, read_json
-from valora_data.errors import ValoraError
+from valora_data.contract.bundle import MANIFEST, read_manifest
+from valora_data.errors import BundleError, ValoraError
 from valora_serve import errors
 from valora_serve.server.loading.state_file import KINDS, SavedState, StateFile, check_content
 from valora_serve.server.resolving.cache import Entry
@@ -335,13 +334,8 @@ class ServedSet:
         async with self._alone() as new:
             known = {model.bundle for model in self._engine.models() if model.bundle}
             short = _short(name)
-            if name not in known | {*map(_short, known)} and (
-                name != short or short not in new.bundles
-            ):
-                listed = ", ".join(sorted(known)) or "none"
-                raise errors.UnknownModelError(
-                    f"There is no bundle {name[:100]!a}: served are {listed}"
-                )
+            if name not in {*known, *map(_short, known), *new.bundles}:
+                await self._engine.unload("bundle", name)  # says what is wrong with the name
             if new.bundles.pop(short, None) is None and short not in new.unloaded:
                 new.unloaded.append(short)
             await self._change("bundle", short, new)
@@ -409,14 +403,10 @@ def check_folder(folder: str | Path) -> Path:
 def bundle_names(folder: Path) -> list[str]:
     """Return a bundle's name, it with a slash for all that begin so, and those of its domains."""
     try:
-        manifest = read_json(folder / MANIFEST)
-    except UnreadableError:
-        manifest = None
-    facts = manifest if isinstance(manifest, dict) else {}
-    name, domains = facts.get("name"), facts.get("domains")
-    own = (name if isinstance(name, str) else folder.name).partition("@")[0]
-    listed = domains if isinstance(domains, dict | list) else ()
-    return [own, f"{own}/", *(one for one in listed if isinstance(one, str))]
+        manifest = read_manifest(folder)
+    except BundleError as error:
+        raise errors.AdapterError(str(error)) from error
+    return [manifest["name"], f"{manifest['name']}/", *manifest["domains"]]
 
 
 def _short(bundle: str | None) -> str:

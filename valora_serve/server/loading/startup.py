@@ -7,8 +7,7 @@ import importlib.util
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from valora_data.contract.base_model import SHIPPED, SMOL
 from valora_data.contract.bundle import MANIFEST, read_manifest
 from valora_data.contract.files import expanded
 from valora_data.cpu import cpu_multiplies_bfloat16
-from valora_data.errors import BundleError
 from valora_serve.errors import SettingsError
 from valora_serve.server.app import create_app
 from valora_serve.server.loading import golden
@@ -65,19 +63,15 @@ def find_bundles(names: Sequence[str], downloads: Path) -> list[Path]:
         found += inside
     kept, named = {folder.resolve(): folder for folder in found}, dict[str, Path]()
     for folder in kept.values():
-        with suppress(BundleError):  # which loading it raises
-            name = str(read_manifest(folder)["name"])
-            if (other := named.setdefault(name, folder)) != folder:
-                raise SettingsError(f"{other} and {folder} are both bundle {name}: serve one")
+        name = str(read_manifest(folder)["name"])
+        if (other := named.setdefault(name, folder)) != folder:
+            raise SettingsError(f"{other} and {folder} are both bundle {name}: serve one")
     return list(kept.values())
 
 
 def follow_bundles(settings: Any, folders: Sequence[Path]) -> Any:
     """The engine's settings with what bundles say of their base model; its name, if it is ours."""
-    bases: list[Mapping[str, Any]] = []
-    for folder in folders:
-        with suppress(BundleError):
-            bases.append(read_manifest(folder)["base"])
+    bases = [read_manifest(folder)["base"] for folder in folders]
     stated = bases[0] if bases else {}
     base, quantize, wanted = settings.base, settings.quantize, stated.get("id")
     if base in SHIPPED and wanted in (*SHIPPED, SMOL):

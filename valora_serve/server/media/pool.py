@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 
 PROCESSES = 2  # two at most, so that decoding does not starve the engine
 TASKS = 500  # A process is replaced after so many tasks, whatever its codecs have kept until then
-LEAVE_SECONDS = 0.5
-"""Seconds that a decode whose request has ended may go on before its process is killed."""
 
 
 @dataclass
@@ -42,14 +40,6 @@ class Job:
     limits: Limits
     take: Callable[[int], None]
     seconds: float = 0.0
-    stopped: bool = False
-    task: Future[Any] | None = None
-
-    def stop(self) -> None:
-        """Kill the process that decodes, if one still does."""
-        self.stopped = True
-        if (task := self.task) is not None:
-            task.cancel()
 
 
 class DecodePool:
@@ -71,7 +61,7 @@ class DecodePool:
         self._threads.submit(self._schedule, os.getpid, 60.0)
 
     async def decode(self, job: Job, wait: float) -> list[Image.Image]:
-        """Decode an image or a video; it is dropped or soon stopped if the caller is cancelled."""
+        """Decode an image or a video; it is dropped if the caller is cancelled before it begins."""
         future, task = self._threads.submit(self._run, job), asyncio.current_task()
         # Does nothing once the job runs.
         timer = asyncio.get_running_loop().call_later(wait, future.cancel)
@@ -82,10 +72,6 @@ class DecodePool:
                 raise OverloadedError(
                     f"The {job.what} waited {wait:g} s for others to be decoded: try again soon"
                 ) from None
-            if not future.cancel():
-                stop = threading.Timer(LEAVE_SECONDS, job.stop)  # the loop may end before
-                stop.daemon = True
-                stop.start()
             raise
         finally:
             timer.cancel()
@@ -105,10 +91,8 @@ class DecodePool:
         for _ in range(3):  # a process that is killed while it is idle breaks the pool
             began = time.monotonic()
             try:
-                job.task = self._schedule(function, job.limits.seconds - job.seconds, *arguments)
-                if job.stopped:
-                    job.task.cancel()
-                return job.task.result()
+                left = job.limits.seconds - job.seconds
+                return self._schedule(function, left, *arguments).result()
             except (TimeoutError, ProcessExpired) as error:
                 # -SIGALRM: the process ended itself, as the thread that watches limits was late
                 if getattr(error, "exitcode", -signal.SIGALRM) == -signal.SIGALRM:
@@ -124,7 +108,6 @@ class DecodePool:
             except RuntimeError as error:
                 log.warning("the processes that decode images are started again: %s", error)
             finally:
-                job.task = None  # which may hold an error, whose frames hold the job
                 job.seconds += time.monotonic() - began
         raise ServeError("Images cannot be decoded now: see the server's log")
 
@@ -149,10 +132,8 @@ class DecodePool:
     def _reserved(self, job: Job, size: int) -> Iterator[None]:
         """Wait until a job has room for so many bytes, and hold them."""
         with self._released:
-            while self._held and self._held + size > job.limits.memory:
-                self._released.wait(0.1)
-                if job.stopped:
-                    raise ImageError("The request is over")
+            most = job.limits.memory
+            self._released.wait_for(lambda: not self._held or self._held + size <= most)
             self._held += size
         try:
             yield

@@ -11,6 +11,7 @@ import pytest
 import ray
 from ray._private.utils import check_version_info
 
+from tests.support.http_helpers import bundle
 from valora_serve import cli
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError
@@ -139,8 +140,7 @@ def test_options_are_read_and_bad_ones_are_one_sentence(options, found, capsys):
 
 
 def test_without_ray_replicas_say_which_extra(tmp_path, monkeypatch, capsys):
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "bundle.json").write_text("{}")
+    bundle(tmp_path / "b")
     monkeypatch.chdir(tmp_path)
     for name in [name for name in sys.modules if name.startswith("valora_serve.replicas.")]:
         if not name.endswith(".settings"):

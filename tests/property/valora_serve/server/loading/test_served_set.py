@@ -6,7 +6,6 @@ Adapters that requests load are in it only under names that no operator has give
 import asyncio
 import contextlib
 import errno
-import json
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
+from tests.support.http_helpers import bundle as write_bundle
 from tests.support.http_helpers import entry
 from valora_data.errors import ValoraError
 from valora_serve.errors import StorageError, UnknownModelError
@@ -56,9 +56,7 @@ class Serving(RuleBasedStateMachine):
         self.place = Path(tempfile.mkdtemp())
         for name, (bundle, domains) in (FOLDERS | COMMAND_LINE).items():
             folder = self.place / ("adapters" if name in FOLDERS else "bundles") / name
-            folder.mkdir(parents=True)
-            content = {"name": bundle, "base": "tiny", "domains": domains}
-            (folder / "bundle.json").write_text(json.dumps(content))
+            write_bundle(folder, domains, bundle)
         for name in (*ADAPTERS, "../store"):
             folder = self.place / "adapters" / name
             folder.mkdir()

@@ -1,7 +1,5 @@
 """Finding the bundles that the command line names."""
 
-import json
-
 import pytest
 
 from tests.support.http_helpers import bundle
@@ -12,9 +10,9 @@ from valora_serve.server.loading import startup
 
 def test_bundles_are_found_by_folder_and_folder_of_folders(tmp_path):
     for name in ("a", "b", "b@1", ".c.partial", "other"):
-        (tmp_path / name).mkdir()
         if name != "other":
-            (tmp_path / name / "bundle.json").write_text(json.dumps({"name": name}))
+            bundle(tmp_path / name, name=name[0])
+    (tmp_path / "other").mkdir()
     a = tmp_path / "b" / ".." / "a"
     for named, found in (
         ([tmp_path], [tmp_path / "a", tmp_path / "b"]), ([tmp_path / "b@1"], [tmp_path / "b@1"]),
@@ -38,8 +36,7 @@ def test_a_bundle_from_mlflows_registry(tmp_path, request):
     mlflow = pytest.importorskip("mlflow")
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     folder = tmp_path / "made"
-    folder.mkdir()
-    (folder / "bundle.json").write_text('{"name": "made"}')
+    bundle(folder)
     request.addfinalizer(lambda: mlflow.set_tracking_uri(None))  # it holds for the whole process
     mlflow.set_tracking_uri(store)
     experiment = mlflow.create_experiment("x", artifact_location=(tmp_path / "artifacts").as_uri())
@@ -49,7 +46,7 @@ def test_a_bundle_from_mlflows_registry(tmp_path, request):
         patch.setenv("MLFLOW_TRACKING_URI", store)
         uri, place = f"runs:/{run.info.run_id}/bundle", tmp_path / "downloads"
         [found] = startup.find_bundles([uri], place)
-        assert (found / "bundle.json").read_text() == '{"name": "made"}'
+        assert (found / "bundle.json").read_text() == (folder / "bundle.json").read_text()
         with pytest.raises(SettingsError, match="MLflow"):
             startup.find_bundles(["models:/nobody/1"], place)
 

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_297,
     "teachers/valora_teachers": 1_609,
     "kernels/valora_kernels": 3_774,
-    "valora_serve": 25_725,
+    "valora_serve": 25_671,
     "tests/*/valora_train": 6_966,
     "tests/*/valora_data": 3_547,
     "tests/*/valora_teachers": 1_142,

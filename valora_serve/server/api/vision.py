@@ -155,8 +155,8 @@ async def looked(
             found[name] = _answered(arrivals[name], lasts, groups, asked[name][1])
         else:
             errors[name] = wrong
-    if not found:
-        raise next(iter(errors.values()))
+    if not found:  # that of a name without a domain would hide what may be tried again
+        raise errors[next(iter(arrivals))]
     for name, failed in errors.items():
         context.metrics.failed(failed.code)
         found[name] = schema.ErrorAnswer.model_validate({"error": error_body(failed)})

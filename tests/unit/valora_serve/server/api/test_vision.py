@@ -269,7 +269,7 @@ def test_the_queue_has_room_for_all_domains_of_a_request_or_for_none(monkeypatch
         assert all(found[name]["results"] for name in names)
         assert sorted(one.model for one in engine.asked if one.deadline) == ["scene"] * 2
         said = "0 requests are waiting, and no more than 6 may: try again in 1 s, with fewer"
-        answer = look(small, names, images=[PNG_URL] * 3)
+        answer = look(small, ["nothing", *names], images=[PNG_URL] * 3)
         refused(answer, 429, said)
         assert answer.headers["retry-after"] == "1" and len(engine.asked) == 6
         monkeypatch.setattr(Admission, "waiting", lambda *_: 1)

@@ -48,8 +48,9 @@ def check_effect(
     Raises:
         AdapterError: Its outputs overflow the data type for an input of root mean square 1.
     """
-    largest = min(torch.finfo(dtype).max, LARGEST_SQUARED)
-    reason = None
+    limits, reason = torch.finfo(dtype), None
+    largest = min(limits.max, LARGEST_SQUARED)
+    most = LARGEST_SHARE if dtype == torch.float32 else LARGEST_SHARE_16
     for module, pair in adapter.modules.items():
         rows = torch.linalg.vector_norm(pair.a, dim=1, dtype=torch.float64)
         b, scaling = pair.b.abs().double(), abs(pair.scaling)
@@ -62,29 +63,19 @@ def check_effect(
                 f"adapter {adapter.folder}: lora_alpha or the weights of {module} are so large "
                 f"that its outputs overflow {dtype}: train it again with a smaller learning rate"
             )
-        if reason is None and module in row_norms:
-            # The norm of a row of B·A if the rows of A are orthogonal: independent rounding errors
-            # add up so.
-            spread = float((b.square() @ rows.square()).max().sqrt())
-            bounds = scaling * shrink, spread, float(b.max()), scaling * spread
-            reason = _unmergeable(module, bounds, len(pair.a), dtype, row_norms[module])
+        if reason is not None or module not in row_norms:
+            continue
+        # The norm of a row of B·A if the rows of A are orthogonal: independent rounding errors add
+        # up so.
+        spread, norm = float((b.square() @ rows.square()).max().sqrt()), row_norms[module]
+        share = scaling * spread / norm if norm else math.inf
+        lost = limits.tiny * float(b.max()) * math.sqrt(len(pair.a))
+        if spread and not share <= most:
+            times = f"{share:.3g} times the base weights' size"
+            reason = f"it changes {module} by {times}, more than {most:g}"
+        elif scaling * shrink * HEADROOM > limits.max:
+            reason = f"A of {module} is too large for other requests' inputs"
+        # What a shrink loses below the smallest number is not taken back out of the weights.
+        elif spread and lost > limits.eps * most * norm:
+            reason = f"A of {module} is so small, and B so large, that the shrink underflows"
     return reason
-
-
-def _unmergeable(
-    module: str, bounds: tuple[float, ...], rank: int, dtype: torch.dtype, row_norm: float
-) -> str | None:
-    """Return why merging into one linear would harm other requests, None if it would not."""
-    limits, (shrink, spread, largest, change) = torch.finfo(dtype), bounds
-    limit = LARGEST_SHARE if dtype == torch.float32 else LARGEST_SHARE_16
-    share = change / row_norm if row_norm else math.inf
-    if spread and not share <= limit:
-        return (
-            f"it changes {module} by {share:.3g} times the base weights' size, more than {limit:g}"
-        )
-    if shrink * HEADROOM > limits.max:
-        return f"A of {module} is too large for other requests' inputs"
-    # What a shrink loses below the smallest number is not taken back out of the weights.
-    if spread and limits.tiny * largest * math.sqrt(rank) > limits.eps * limit * row_norm:
-        return f"A of {module} is so small, and B so large, that the shrink underflows"
-    return None

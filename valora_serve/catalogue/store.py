@@ -241,8 +241,9 @@ class Store:
                 )
                 memories |= {} if memory is None else {context.content: memory}
             golden = [one for one in examples if one.get("domain") == name]
-            by = listed.get(facts["adapter"])
-            targets.append(self._domain(bundle, name, by, golden, context))
+            by = listed.get(facts["adapter"], self._base)
+            head = self._head(bundle, name, facts, by)
+            targets.append(self._domain(name, bundle.folder, facts, by, head, context, golden))
         named = f"{bundle.name}@{bundle.version}"
         return Staged(named, tuple(targets), adapters, bundle.folder, memories)
 
@@ -250,12 +251,9 @@ class Store:
         """Read a context of `contexts.write_context`, without making it nameable; as above."""
         entry, adapter = read_facts(folder)
         context, memory = read_context(name, entry, folder, self.base_hash(), self._config)
-        by = None if adapter is None else self.adapter_of(name, adapter)
-        model = ServedModel(
-            name=name, kind="domain", root=str(folder), **self._answered_by(by), task=CONTEXT_TASK,
-            prompt="{}", prompted=True, **_about(context),
-        )  # fmt: skip
-        target = ResolvedModel(model, None if by is None else by.adapter, context=context)
+        by = self._base if adapter is None else self.adapter_of(name, adapter)
+        facts = {"task": CONTEXT_TASK, "prompt": "{}"}
+        target = self._domain(name, folder, facts, by, None, context)
         memories = {} if memory is None else {context.content: memory}
         return Staged(None, (target,), {}, folder, memories)
 
@@ -278,47 +276,48 @@ class Store:
             raise UnknownModelError(f"{asked}: {listed}, or make a prefix")
         return known[name]
 
+    def _head(
+        self, bundle: Bundle, name: str, facts: Mapping[str, Any], by: ResolvedModel
+    ) -> Head | None:
+        if not facts.get("head"):
+            return None
+        head = read_head(_verified(bundle, facts["head"]), self._width).to(self._device)
+        labels = tuple(facts.get("labels") or head.labels)
+        if head.labels != labels:
+            raise ValueError(f"domain {name} has labels {shown(labels)}, not {head.labels}")
+        head = head.configured(facts)
+        if by.model.decode_only and head.reads_visual:
+            raise ValueError(f"the head of {name} reads images, which decode_only forbids")
+        return head
+
     def _domain(
-        self,
-        bundle: Bundle,
-        name: str,
-        by: ResolvedModel | None,
-        golden: Sequence[dict[str, Any]],
-        context: Context | None,
-    ) -> ResolvedModel:
-        """A domain of a bundle; `by` is the adapter that answers, None for the base model."""
-        facts = bundle.domains[name]
-        labels = tuple(facts.get("labels") or ())
-        head = None
-        if facts.get("head"):
-            head = read_head(_verified(bundle, facts["head"]), self._width).to(self._device)
-            if labels and head.labels != labels:
-                raise ValueError(f"domain {name} has labels {shown(labels)}, not {head.labels}")
-            head = head.configured(facts)
-            if by is not None and by.model.decode_only and head.reads_visual:
-                raise ValueError(f"the head of {name} reads images, which decode_only forbids")
+        self, name: str, folder: Path, facts: Mapping[str, Any], by: ResolvedModel,
+        head: Head | None, context: Context | None, golden: Sequence[dict[str, Any]] = (),
+    ) -> ResolvedModel:  # fmt: skip
+        """A domain by its facts in a manifest; `by` is the adapter or base model that answers."""
         rests = (one.get("rest") for one in golden if facts.get("media") != "text")
         counts = {1 + len(rest) if isinstance(rest, list) else 1 for rest in rests}
         accuracy = facts.get("accuracy") or {}
         same = ("task", "metric", "required", "prompt", "media", "max_tokens")
         taken: dict[str, Any] = {key: facts.get(key) for key in same}
+        if context is not None:
+            taken |= {
+                "form": context.form,
+                "memory_tokens": context.tokens,
+                "memory_bytes": context.bytes,
+                "source_tokens": context.source_tokens,
+            }
         model = ServedModel(
-            name=name, kind="domain", root=str(bundle.folder), **self._answered_by(by),
+            name, "domain", str(folder), by.model.name, by.model.adapter,
+            rank=by.model.rank, decode_only=by.model.decode_only,
             head=None if head is None else head.kind,
             boxes=head is not None and head.finds_boxes,
-            labels=labels or (() if head is None else head.labels),
+            labels=tuple(facts.get("labels") or ()) if head is None else head.labels,
             accuracy=accuracy.get("test"), teacher=accuracy.get("teacher"),
             prompted="{}" in str(facts.get("prompt")) or any("question" in one for one in golden),
-            images=counts.pop() if len(counts) == 1 else None, **_about(context), **taken,
+            images=counts.pop() if len(counts) == 1 else None, **taken,
         )  # fmt: skip
-        return ResolvedModel(model, None if by is None else by.adapter, head, context)
-
-    def _answered_by(self, by: ResolvedModel | None) -> dict[str, Any]:
-        if by is None:
-            return {"parent": self.base}
-        model = by.model
-        return {"parent": model.name, "adapter": model.name, "rank": model.rank,
-                "decode_only": model.decode_only}  # fmt: skip
+        return ResolvedModel(model, by.adapter, head, context)
 
     def check(self, staged: Staged) -> frozenset[str]:
         """Return the names that it replaces, of its own name; or `AdapterError`, if of another."""
@@ -376,13 +375,6 @@ class Store:
 def _short(bundle: str | None) -> str:
     """Return the name of a bundle without its version."""
     return (bundle or "").partition("@")[0]
-
-
-def _about(context: Context | None) -> dict[str, Any]:
-    if context is None:
-        return {}
-    sizes = {"memory_tokens": context.tokens, "memory_bytes": context.bytes}
-    return {"form": context.form, **sizes, "source_tokens": context.source_tokens}
 
 
 def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:

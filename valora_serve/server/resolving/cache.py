@@ -71,7 +71,10 @@ def lock_folder(folder: Path) -> FileLock:
             "own with --adapter-cache"
         ) from None
     except OSError as error:
-        raise _unusable(folder, error) from error
+        raise errors.SettingsError(
+            f"adapter_cache {folder} cannot be used ({error.strerror}): let the server write "
+            "there, or name another folder"
+        ) from error
     return lock
 
 
@@ -87,11 +90,7 @@ class AdapterCache:
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
         self._reserved = 0  # bytes of what is being fetched
         self._process = lock_folder(folder)
-        try:
-            self._read_again()
-        except OSError as error:
-            self._process.release()
-            raise _unusable(folder, error) from error
+        self._read_again()
 
     def close(self) -> None:
         """Let another server use the folder."""
@@ -250,13 +249,6 @@ class AdapterCache:
         for name in tuple(self._entries):
             if self._held() > self._max_bytes:
                 self._delete(name)
-
-
-def _unusable(folder: Path, error: OSError) -> errors.SettingsError:
-    return errors.SettingsError(
-        f"adapter_cache {folder} cannot be used ({error.strerror}): let the server write there, or "
-        "name another folder"
-    )
 
 
 def _is_own(folder: Path) -> bool:

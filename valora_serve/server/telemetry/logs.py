@@ -60,10 +60,10 @@ class _Stderr(logging.StreamHandler[TextIO]):
 
 
 def set_up(level: str, form: str) -> None:
-    """Send the logs of valora_serve and uvicorn to stderr."""
+    """Send the logs of valora_serve, uvicorn and the parser of forms to stderr."""
     handler = _Stderr()
     handler.setFormatter(_Formatter(form == "json"))
-    for name in ("valora_serve", "uvicorn.error"):
+    for name in ("valora_serve", "uvicorn.error", "python_multipart"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False

@@ -33,6 +33,7 @@ ABOUT = {
     "serve": "serve bundles over HTTP (valora-serve)",
     "predict": "answer a folder of images or videos with a bundle, without a server",
     "label": "answer a folder of images with a small model",
+    "ask": "let a model write questions about a text, with answers",
     "data": "look at a data set before it is used (valora-data)",
     "sim": "compare policies and routers on a simulated workload (valora-sim)",
 }
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("valora_"):
             raise
-        extra = "train" if name in ("fuse", "label") else "serve"
+        extra = "train" if name in ("ask", "fuse", "label") else "serve"
         print(f"error: {error.name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
         return 1
 

@@ -144,6 +144,7 @@ class Document:
 
     text: str
     images: tuple[Image, ...] = ()
+    measured_by: str = ""  # in words, which questions measure the domain
 
 
 @dataclass(frozen=True, slots=True)

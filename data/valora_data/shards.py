@@ -112,7 +112,8 @@ class ShardWriter:
         if (document := self._document) is not None:
             for index, image in enumerate(document.images):
                 image.save(self._folder / f"document-{index}.png")
-            self._note(DOCUMENT, text=document.text, images=len(document.images))
+            facts = {"text": document.text, "measured_by": document.measured_by}
+            self._note(DOCUMENT, **facts, images=len(document.images))
         if self._images_of is not None:
             self._note(IMAGES_OF, folder=self._images_of)
 
@@ -203,7 +204,7 @@ def open_shard(folder: Path) -> Shard:
             facts = json.loads((folder / DOCUMENT).read_text(encoding="utf-8"))
             files = [folder / f"document-{index}.png" for index in range(facts["images"])]
             album = tuple(Image.open(file).convert("RGB") for file in files)
-            document = Document(facts["text"], album)
+            document = Document(facts["text"], album, facts.get("measured_by", ""))
         if missing := sorted(set(_features(())) - set(getattr(dataset, "features", ()))):
             raise ValueError(f"no column {', '.join(missing)}")  # noqa: TRY301
     except (OSError, KeyError, TypeError, ValueError) as error:

@@ -159,7 +159,8 @@ REPORTED = (
     "without LoRA",
 )  # fmt: skip
 BESIDE_OTHERS = (
-    "of its own adapter", "of the teacher", "mAP", "calibration error", "images/s", "other metrics",
+    "measured by", "of its own adapter", "of the teacher", "mAP", "calibration error", "images/s",
+    "other metrics",
 )  # fmt: skip
 
 
@@ -214,6 +215,7 @@ def _cells(name: str, facts: Facts, adapters: Mapping[str, Facts]) -> dict[str, 
         "test (95 %)": f"{test:.3f} ({low:.3f}–{high:.3f})"
         + ("" if facts["status"] == "met" else ", missed"),
         "without LoRA": accuracy_text(accuracy["head_only"]),
+        "measured by": facts.get("measured_by") or "–",
         "of its own adapter": f"{share_text(test, alone)} of {alone:.3f}, at least "
         f"{100 * low / alone:.1f} %" if alone else "–",
         "of the teacher": of("test", "", accuracy["teacher"]),

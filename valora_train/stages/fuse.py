@@ -424,8 +424,10 @@ class Fusion:
     ) -> dict[str, Any]:
         """What the bundle says of a domain."""
         item, task = self.inputs[name], self.trainer.task(name)
-        media = "video" if task.video else "images"
-        if not (task.remembers or self.trainer.samples(name, Split.TEST)[0].images):
+        sample, media = self.trainer.samples(name, Split.TEST)[0], "images"
+        if task.video:
+            media = "video"
+        elif not (task.remembers or sample.images):
             media = "text"
         accuracy = {
             "val": val.accuracy, "val_ci95": list(val.interval),
@@ -434,10 +436,11 @@ class Fusion:
             **({} if test.classes is None else test.classes.as_json()),
             "head_only": head_only["test"], "head_only_val": head_only["val"],
         }  # fmt: skip
+        document = sample.document
         return {
             "task": str(task.domain.task), "metric": task.domain.metric, "accuracy": accuracy,
             "adapter": adapter, "labels": item.settings.labels, "prompt": item.settings.prompt,
-            "media": media,
+            "media": media, **({"measured_by": document.measured_by} if document else {}),
             "head": None if head is None or task.remembers else f"heads/{name}.safetensors",
             **task.metadata(head),
         }  # fmt: skip

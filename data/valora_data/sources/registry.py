@@ -20,6 +20,7 @@ FORMATS: Registry[type[SourceFormat]] = Registry(
         "linked_records": f"{_HERE}.documents:LinkedRecordsFormat",
         "album": f"{_HERE}.documents:AlbumFormat",
         "documents": f"{_HERE}.documents:DocumentsFormat",
+        "quality": f"{_HERE}.documents:QualityFormat",
         "texts": f"{_HERE}.documents:TextsFormat",
         "shards": f"{_HERE}.rows:ShardsFormat",
         "hub": f"{_HERE}.rows:HubFormat",

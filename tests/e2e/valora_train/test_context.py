@@ -57,6 +57,7 @@ def test_memories_alone_take_no_adapter(base, tmp_path):
         assert (facts["head"], facts["task"], entry.form, entry.tokens) == (
             None, "context", "prefix", 12,
         )  # fmt: skip
+        assert facts["measured_by"] == "drawn questions"
         file = bundle.folder / str(entry.file)
         text = json.loads((base / "config.json").read_text())["text_config"]
         config = type("Config", (), text)

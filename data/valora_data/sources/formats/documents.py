@@ -3,8 +3,10 @@
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from string import ascii_uppercase
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -34,6 +36,7 @@ class Asked(NamedTuple):
     question: str
     answers: tuple[str, ...]
     split: str | None = None
+    by: str = ""  # model that wrote it, see `valora_train.ask`; nobody if it was given
 
 
 class ContextFormat(SourceFormat):
@@ -48,50 +51,97 @@ class ContextFormat(SourceFormat):
 class DocumentsFormat(ContextFormat):
     """JSON lines of `id`, `text` and `questions`; `source.document` names the domain's."""
 
+    text, name = "text", "id"
+
     def recognises(self, location: Location) -> bool:
         lines = location.path.suffix == ".jsonl"
-        return lines and isinstance(location.entry.get("text"), str)
+        return lines and isinstance(location.entry.get(self.text), str)
 
     def open(self, source: Source) -> Splits:
-        file, found = Path(source.location), dict[str, tuple[dict[str, Any], str]]()
+        file, found = Path(source.location), dict[str, tuple[str, list[Any]]]()
         for number, entry in read_lines(file):
             where = f"{file.name}, line {number}"
-            if entry is None or not isinstance(entry.get("text"), str):
-                raise DataError(f"{where} is no JSON object with a `text`: correct or remove it")
-            name = str(entry.get("id", number))
-            if found.setdefault(name, (entry, where)) != (entry, where):
+            if entry is None or not isinstance(entry.get(self.text), str):
+                raise DataError(
+                    f"{where} is no JSON object with `{self.text}`: correct or remove it"
+                )
+            name, text = str(entry.get(self.name, number)), entry[self.text]
+            if name in found and self.is_other(found[name][0], text):
                 raise DataError(f"two documents are named {name}: give each an id of its own")
+            if not isinstance(asked := entry.get("questions") or [], list):
+                raise DataError(f"{where}: `questions` is no list: correct it")
+            _, questions = found.setdefault(name, (text, []))
+            questions += [(one, f"{where}, question {place}") for place, one in enumerate(asked, 1)]
         name = source.document or (next(iter(found)) if len(found) == 1 else "")
         if name not in found:
             shown = ", ".join([*found][:10]) + (", …" if len(found) > 10 else "")
             text = f"{file.name} holds {plural(len(found), 'document')} ({shown})"
             raise DataError(f"{text}: name one of them in source.document")
-        entry, where = found[name]
-        if not isinstance(asked := entry.get("questions") or [], list):
-            raise DataError(f"{where}: `questions` is no list: correct it")
-        questions = [_asked(one, f"{where}, question {i}") for i, one in enumerate(asked, 1)]
-        return _splits_of(_document(name, entry["text"]), questions, source)
+        text, questions = found[name]
+        asked = [_asked(self.question(one), where) for one, where in questions]
+        return _splits_of(_document(name, text), asked, source)
+
+    def is_other(self, before: str, text: str) -> bool:
+        """Whether a line of the same name is about another document."""
+        return True
+
+    def question(self, entry: Any) -> Any:
+        """An entry of `questions` with `question` and `answer`."""
+        return entry
+
+
+class QualityFormat(DocumentsFormat):
+    """JSON lines of QuALITY (Pang et al., NAACL 2022): articles with multiple-choice questions.
+
+    An article, which its `article_id` names, has a line for each writer of questions.
+    """
+
+    text, name = "article", "article_id"
+
+    def is_other(self, before: str, text: str) -> bool:
+        return before != text
+
+    def question(self, entry: Any) -> Any:
+        """A question with its lettered options, and the letter of the right one."""
+        options, label = (entry.get(key) for key in ("options", "gold_label"))
+        if not isinstance(options, list) or label not in range(1, len(options) + 1):
+            return entry  # is refused, as it has no answer
+        lines = [f"({letter}) {one}" for letter, one in zip(ascii_uppercase, options, strict=False)]
+        return {"question": "\n".join([str(entry.get("question")), *lines]),
+                "answer": ascii_uppercase[label - 1]}  # fmt: skip
 
 
 class TextsFormat(ContextFormat):
-    """Text or PDF files as one document, with `questions.jsonl` if there is one."""
+    """Text or PDF files as one document, with questions if there are some (`questions_file`)."""
 
     def recognises(self, location: Location) -> bool:
         return bool(location.suffixes) and location.suffixes <= TEXTS
 
     def open(self, source: Source) -> Splits:
         path = Path(source.location)
-        files = [file for file in self.reads(source) if file.name != QUESTIONS]
-        if not files:
-            raise DataError(f"{path} holds no .txt, .md or .pdf file: check the path")
-        text = "\n\n".join(filter(None, map(_text_of, files)))
-        return _splits_of(_document(path.name, text), _questions(path), source)
+        return _splits_of(read_text_of(path), _questions(questions_file(path)), source)
 
     def reads(self, source: Source) -> Iterator[Path]:
         path = Path(source.location)
-        yield from [path] if path.is_file() else files_below(path, TEXTS)
-        if (path / QUESTIONS).is_file():
-            yield path / QUESTIONS
+        yield from _texts(path)
+        if (file := questions_file(path)).is_file():
+            yield file
+
+
+def read_text_of(path: Path) -> Document:
+    """The document that text and PDF files are; a `DataError` if there is no text."""
+    if not (files := _texts(path)):
+        raise DataError(f"{path} holds no .txt, .md or .pdf file: check the path")
+    return _document(path.name, "\n\n".join(filter(None, map(_text_of, files))))
+
+
+def _texts(path: Path) -> list[Path]:
+    return [path] if path.is_file() else [*files_below(path, TEXTS)]
+
+
+def questions_file(path: Path) -> Path:
+    """Where questions about a folder, or a file of text, are looked for."""
+    return path.with_suffix(f".{QUESTIONS}") if path.is_file() else path / QUESTIONS
 
 
 class AlbumFormat(ContextFormat):
@@ -102,7 +152,7 @@ class AlbumFormat(ContextFormat):
     def open(self, source: Source) -> Splits:
         folder = Path(source.location)
         images = tuple(sample.image for sample in ImagesFormat().read(source, (folder, "")))
-        if asked := _questions(folder):
+        if asked := _questions(questions_file(folder)):
             return _splits_of(Document("", images), asked, source)
         text = f"album {folder} has no {QUESTIONS}, and pictures alone ask nothing"
         raise DataError(f"{text}: add questions with answers")
@@ -202,7 +252,7 @@ class RecordsFormat(ContextFormat):
         asked, half = [Asked(one.question(-1), (one.value,)) for one in held], len(held) // 2
         parts = {Split.TRAIN: studied, Split.UNLABELLED: studied}
         parts |= {Split.VAL: asked[:half], Split.TEST: asked[half:]}
-        return _streams(Document(document.text), parts, source)
+        return _streams(Document(document.text, (), "drawn questions"), parts, source)
 
 
 class LinkedRecordsFormat(RecordsFormat):
@@ -212,12 +262,24 @@ class LinkedRecordsFormat(RecordsFormat):
 
 
 def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:
-    """Splits of given questions, or of self-study; those without a split go to val and test."""
+    """Splits of given questions, of written ones or of self-study, and a note on which measure.
+
+    Those without a split go to val and test; of written ones half are learnt, or all beside given
+    ones.
+    """
     rng = seeded(f"{source.seed}/{source.name}")
     study, cloze = continuations(document.text), gaps(document.text, rng)
-    study += cloze if asked else []
+    given = [one for one in asked if one.split or not one.by]
+    written = [one for one in asked if one not in given]
+    study += [*cloze, *written] if asked else []
+    measured, by = given or cloze, "given questions" if given else "words left out of sentences"
+    if written and not given:
+        order = [written[number] for number in rng.permutation(len(written))]
+        measured, by = order[: len(order) // 2], f"questions written by {written[0].by}"
+        study = [one for one in study if one not in measured]
+    document = replace(document, measured_by=by)
     parts: dict[Any, list[Asked]] = {split: [] for split in (*Split, None)}
-    for one in asked or cloze:
+    for one in measured:
         parts[one.split].append(one)
     free = parts.pop(None)
     for index, number in enumerate(rng.permutation(len(free))):
@@ -247,10 +309,9 @@ def _streams(document: Document, parts: Mapping[Split, list[Asked]], source: Sou
     return {split: partial(samples, split, asked) for split, asked in parts.items()}
 
 
-def _questions(folder: Path) -> list[Asked]:
-    file = folder / QUESTIONS
+def _questions(file: Path) -> list[Asked]:
     rows = read_lines(file) if file.is_file() else []
-    return [_asked(item, f"{QUESTIONS}, line {number}") for number, item in rows]
+    return [_asked(item, f"{file.name}, line {number}") for number, item in rows]
 
 
 def _document(name: str, text: str) -> Document:
@@ -269,7 +330,7 @@ def _asked(item: Any, where: str) -> Asked:
         raise DataError(f"{where} ({question[:60]!r}) has no answer: answer it, or leave it out")
     if item.get("split") not in (None, "train", "val", "test"):
         raise DataError(f"{where} has split {item['split']!r}: choose train, val or test")
-    return Asked(question, answers, item.get("split"))
+    return Asked(question, answers, item.get("split"), _words(item.get("by")))
 
 
 def _words(value: Any) -> str:

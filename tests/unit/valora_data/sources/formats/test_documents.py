@@ -66,6 +66,32 @@ def test_one_document_of_a_file_is_named(tmp_path):
             read("documents", file, document=name)
 
 
+def test_articles_of_quality_are_asked_by_all_their_writers(tmp_path):
+    def entry(article, *labels, text=TEXT):
+        options = ["herring", "whale", "coal", "none"]
+        asked = [{"question": f"What burns, {label}?", "options": options, "gold_label": label}
+                 for label in labels]  # fmt: skip
+        return {"article_id": article, "set_unique_id": f"{labels}", "article": text,
+                "questions": asked}  # fmt: skip
+
+    file = lines(tmp_path / "QuALITY.v1.0.1.htmlstripped.dev", entry("7", 1, 2), entry("8", 3),
+                 entry("7", 3, 4))  # fmt: skip
+    found = read("quality", file, document="7")
+    answers = {one.prompt: one.answer.answers for one in found[Split.VAL] + found[Split.TEST]}
+    asked = "What burns, 2?\n(A) herring\n(B) whale\n(C) coal\n(D) none"
+    assert (len(answers), answers[asked]) == (4, ("B",))
+    assert found[Split.TEST][0].document.measured_by == "given questions"
+    with pytest.raises(DataError, match=r"holds 2 documents \(7, 8\): name one"):
+        read("quality", file)
+    file = lines(tmp_path / "dev.jsonl", entry("7", 1), entry("7", 2, text="another"))
+    assert detect_kind(file) == "quality"
+    with pytest.raises(DataError, match="two documents are named 7"):
+        read("quality", file, document="7")
+    for label in (None, 0, 5, "2"):  # of the test split, or damaged
+        with pytest.raises(DataError, match="has no answer"):
+            read("quality", lines(file, entry("7", label)))
+
+
 def test_a_folder_of_texts_is_one_document_that_asks_itself(tmp_path):
     (tmp_path / "a.md").write_text(TEXT)
     (tmp_path / "b.txt").write_text("A second file has four more sentences in it than one.")
@@ -136,7 +162,7 @@ FAULTS = {
     "'null'.* has no answer": asking(question="null", answers=[None]),
     "has no `question`": asking(answer="x"),
     "question 1 has no `question`": asking(question=["who?"], answer="x"),
-    "is no JSON object with a `text`": {"title": TEXT},
+    "is no JSON object with `text`": {"title": TEXT},
     "is no list": {"text": TEXT, "questions": "who?"},
     "too few to learn from": {"text": "Too short.", "questions": []},
     "split 'x': choose": asking(question="a", answer="b", split="x"),

@@ -24,7 +24,7 @@ CONF = config_folder()
 def of_ones_own(kind: str, name: str = "cat") -> list[str]:
     """A domain of one's own, and what is left to say about it."""
     place = f"domains.{name}"
-    labels = "[]" if kind in ("documents", "texts", "album") else "[cat,kitten]"
+    labels = "[]" if kind in ("documents", "quality", "texts", "album") else "[cat,kitten]"
     more = {"images": [f"{place}.teacher=x.pt"], "labelstudio": [f"{place}.source.images=x"]}
     return [
         f"+domain@{place}={kind}", f"{place}.name={name}", f"{place}.labels={labels}",

@@ -147,7 +147,7 @@ def test_an_example(name, tmp_path, domain_of):
         assert detect_kind(Path(domain.source.path)) == domain.source.kind
 
 
-DOCUMENTS = ("records", "linked_records", "documents", "texts", "album")
+DOCUMENTS = ("records", "linked_records", "documents", "quality", "texts", "album")
 
 
 def test_the_page_has_an_example_of_every_format_and_task():

@@ -320,10 +320,12 @@ def alphas(patterns: Mapping[str, float], paths: Collection[str]) -> dict[str, f
     Expressions of adapters cannot be trusted: those of Rust take linear time, whatever they are.
     """
     found: dict[str, float] = {}
+    if not patterns:
+        return found
+    from pydantic_core import SchemaError, SchemaValidator, core_schema  # the engine's only need
+
     until = time.thread_time() + MATCH_SECONDS
     for pattern, alpha in patterns.items():
-        from pydantic_core import SchemaError, SchemaValidator, core_schema
-
         try:
             schema = core_schema.str_schema(pattern=rf"^(?:(.*\.)?({pattern})$)")
             matches = SchemaValidator(schema).isinstance_python

@@ -16,8 +16,8 @@ from concurrent.futures import Future
 
 from valora_serve import errors
 from valora_serve.server.loading.served_set import ServedSet
+from valora_serve.server.resolving import sources
 from valora_serve.server.resolving.cache import AdapterCache, Entry
-from valora_serve.server.resolving.sources import CONFIG, WEIGHTS, make_resolvers, without_password
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
@@ -46,7 +46,8 @@ class OnRequest:
 
     def __init__(self, service: Service, served: ServedSet, settings: ServerSettings) -> None:
         self._service, self._served, self._settings = service, served, settings
-        self._resolvers, self._now = make_resolvers(settings.adapter_sources), time.monotonic
+        self._resolvers = sources.make_resolvers(settings.adapter_sources)
+        self._now = time.monotonic
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._users: Counter[str] = Counter()  # requests that name an adapter
         self._failed: OrderedDict[str, tuple[float, errors.ServeError]] = OrderedDict()
@@ -212,15 +213,14 @@ class OnRequest:
                 return entry or self.cache.fetch(resolver, name, found, attempt.ended)
             except errors.ServeError:
                 raise
-            except PermissionError as error:
-                logs.LOG.warning("adapter %s: %s", name, without_password(error))
-                raise errors.ForbiddenError(
-                    f"The server may not read adapter {name} from its source {scheme}: give it the "
-                    "right to read and to list there"
-                ) from error
             except Exception as error:
-                said = without_password(error)
+                said = sources.without_password(error)
                 logs.LOG.warning("adapter %s: %s: %s", name, type(error).__name__, said)
+                if sources.is_denied(error):
+                    raise errors.ForbiddenError(
+                        f"The server may not read adapter {name} from its source {scheme}: give it "
+                        "the right to read and to list there"
+                    ) from error
                 entry = self.cache.get(name, resolver)
                 if entry is not None:  # of the version that was there last
                     return entry
@@ -231,8 +231,8 @@ class OnRequest:
         attempt.source = "none"
         remedies = ", ".join(dict.fromkeys(resolver.remedy for resolver in self._resolvers))
         raise errors.UnknownModelError(
-            f"There is no model {name!r}, and no source of adapters has it ({CONFIG} and "
-            f"{WEIGHTS}): {remedies}, or name one of /v1/models"
+            f"There is no model {name!r}, and no source of adapters has it ({sources.CONFIG} and "
+            f"{sources.WEIGHTS}): {remedies}, or name one of /v1/models"
         )
 
     async def _make_place(self) -> None:

@@ -58,18 +58,10 @@ def without_password(said: object) -> str:
     return re.sub(r"(?<=//)[^/@\s]*@", "", str(said))
 
 
-@contextlib.contextmanager
-def denials() -> Iterator[None]:
-    """Context in which a service's refusals are `PermissionError`s, as they are for S3."""
-    try:
-        yield
-    except PermissionError:
-        raise
-    except Exception as error:
-        refused = status_of(error) in (401, 403) or "Credentials" in type(error).__name__
-        if refused or str(error).startswith("Forbidden"):
-            raise PermissionError(without_password(error)) from error
-        raise
+def is_denied(error: BaseException) -> bool:
+    """Return whether a source denies access: a service says so in a way of its own."""
+    refused = isinstance(error, PermissionError) or status_of(error) in (401, 403)
+    return refused or "Credentials" in type(error).__name__ or str(error).startswith("Forbidden")
 
 
 def status_of(error: BaseException) -> int | None:
@@ -223,15 +215,13 @@ class HubResolver(Resolver):
     def find(self, name: str) -> Found | None:
         from huggingface_hub import HfApi, errors
 
-        with denials():
-            try:
-                info = HfApi().model_info(
-                    self._repository(name), files_metadata=True, timeout=_CONNECT_SECONDS
-                )
-            except errors.GatedRepoError:
-                raise
-            except (errors.RepositoryNotFoundError, errors.HFValidationError):
-                return None
+        repository = self._repository(name)
+        try:
+            info = HfApi().model_info(repository, files_metadata=True, timeout=_CONNECT_SECONDS)
+        except errors.GatedRepoError:
+            raise
+        except (errors.RepositoryNotFoundError, errors.HFValidationError):
+            return None
         listed = {item.rfilename: item.size for item in info.siblings or ()}
         found = self._found(name, lambda file: (listed[file], None) if file in listed else None)
         return found and replace(found, version=str(info.sha))
@@ -244,10 +234,7 @@ class HubResolver(Resolver):
         # Compressed, a file of the size that the hub names could grow without bound.
         sent = utils.build_hf_headers()  # type: ignore[attr-defined]
         headers, session = {**sent, "accept-encoding": "identity"}, get_session()
-        with (
-            denials(),
-            session.stream("GET", url, headers=headers, timeout=_CONNECT_SECONDS) as one,
-        ):
+        with session.stream("GET", url, headers=headers, timeout=_CONNECT_SECONDS) as one:
             utils.hf_raise_for_status(one)  # type: ignore[attr-defined]
             yield _Pieces(one.iter_raw(1 << 20))
 
@@ -305,14 +292,14 @@ class FsspecResolver(Resolver):
 
         def look(file: str) -> tuple[int | None, object] | None:
             try:
-                with denials():
-                    try:
-                        info = files.info(f"{root}/{name}/{file}")
-                    except FileNotFoundError as error:
-                        self._check_absent(error)
+                try:
+                    info = files.info(f"{root}/{name}/{file}")
+                except FileNotFoundError as error:
+                    if (hidden := self._hidden(error)) is None:
                         return None
-            except PermissionError:
-                if file in FILES:
+                    raise hidden from error
+            except Exception as error:
+                if file in FILES or not is_denied(error):
                     raise
                 return None  # S3 denies access to what is absent where listing is not allowed
             size = info.get("size")
@@ -325,17 +312,14 @@ class FsspecResolver(Resolver):
     def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
         # In pieces a file is asked for with ranges, which not all servers of HTTP have.
         whole = {"block_size": 0} if self.scheme in ("http", "https") else {}
-        with denials():
-            files, root = self._opened()
-            opened = files.open(f"{root}/{name}/{file}", "rb", cache_type="readahead", **whole)
-        with opened:
+        files, root = self._opened()
+        with files.open(f"{root}/{name}/{file}", "rb", cache_type="readahead", **whole) as opened:
             yield opened
 
-    def _check_absent(self, error: FileNotFoundError) -> None:
-        """Raise what a file system of HTTP hides: it calls every failure a file that is absent."""
-        cause = error.__cause__
+    def _hidden(self, error: FileNotFoundError) -> BaseException | None:
+        """What a file system of HTTP hides: it calls every failure a file that is absent."""
+        cause, web = error.__cause__, self.scheme in ("http", "https")
         if cause is None or isinstance(cause, FileNotFoundError):
-            return
-        status = status_of(cause)
-        if status not in (None, 404, 410) or (status is None and self.scheme in ("http", "https")):
-            raise cause
+            return None
+        absent = status_of(cause) in ((404, 410) if web else (None, 404, 410))
+        return None if absent else cause

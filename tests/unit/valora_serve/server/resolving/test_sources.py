@@ -10,6 +10,7 @@ import fsspec
 import huggingface_hub.constants
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import HfApi
 
 from tests.support.http_helpers import adapter, refused, serving
@@ -25,6 +26,7 @@ from valora_serve.server.resolving.sources import (
     WEIGHTS,
     FsspecResolver,
     HubResolver,
+    is_denied,
 )
 from valora_serve.server.settings import ServerSettings
 
@@ -267,8 +269,9 @@ def test_what_is_absent_and_what_is_denied(hub):
     assert resolver.find("nothing") is None
     assert resolver.find("private") is None  # the hub does not say which it is
     for name in ("gated", "denied"):
-        with pytest.raises(PermissionError):
+        with pytest.raises(HfHubHTTPError) as caught:
             resolver.find(name)
+        assert is_denied(caught.value)
     del hub.sizes[WEIGHTS]
     assert resolver.find("cars") is None
     hub.sizes[PICKLE] = 3000

@@ -127,17 +127,8 @@ def test_what_is_not_loaded_is_refused_in_a_sentence(place, monkeypatch):
     more = {"adapter_allow": ("cars-*",), "adapter_bytes": 4000, "adapter_cache_bytes": 9000}
     with serving(**settings(place, **more)) as server:
         for name, status, *words in (
-            *(
-                (name, 404, "There is no model")
-                for name in (
-                    "private",
-                    "../outside",
-                    "cars-/../../outside",
-                    "cars-1/",
-                    "cars-\n",
-                    "CARS-1",
-                )
-            ),
+            *((name, 404, "There is no model") for name in (
+                "private", "../outside", "cars-/../../outside", "cars-1/", "cars-\n", "CARS-1")),
             ("cars-none", 404, f"({CONFIG} and {WEIGHTS}): put it there"),
             ("cars-9", 404, "no source of adapters has it"),
             ("cars-link", 400, "link that leads out"),
@@ -145,7 +136,7 @@ def test_what_is_not_loaded_is_refused_in_a_sentence(place, monkeypatch):
             ("cars-large", 400, "5043 bytes", "--adapter-bytes"),
             ("cars-other", 400, "another, not for tiny"),
             ("cars-pickle", 400, "a pickle", "its save_pretrained writes"),
-        ):
+        ):  # fmt: skip
             code = refused(ask(server, name), status, *words)
             assert (code == "model_not_found") == (status == 404)
         assert not {"private", "cars-link", "cars-9", "cars-other"} & set(cards(server))

@@ -78,8 +78,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="random seed")
 
     add = parser.add_argument_group("policies").add_argument
-    add("--policies", nargs="+", metavar="NAME",
-        help=f"some of {', '.join(POLICIES)} (default: all, with replicas: cost)")  # fmt: skip
+    add("--policies", nargs="+", metavar="NAME[=COSTS]",
+        help=f"some of {', '.join(POLICIES)} (default: all, with replicas: cost), and files of "
+        "measured costs, such as another operator's")  # fmt: skip
     add("--early-abort", action="store_true",
         help="S-LoRA's early abort: requests whose first token would come too late")  # fmt: skip
     add("--shares", nargs="*", metavar="ADAPTER=N",
@@ -127,8 +128,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _rows(options: argparse.Namespace) -> Iterator[Row]:
-    costs = CostModel.read(options.costs) if options.costs else H200_7B
-    costs = costs.with_lora(options.lora_cost)
     settings = PolicySettings(
         early_abort=options.early_abort, slo=options.slo, fair=options.shares is not None,
         shares=options.share_of,
@@ -142,8 +141,8 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
         cases = list(_cases(options, replicas if options.per_replica else 1))
         if options.decision_trace and len(cases) * len(policies) > 1:
             raise SimulationError("--decision-trace needs one policy, one rate and one skewness.")
-        for (rate, skew, workload), policy, name in product(cases, policies, ways):
-            row: Row = {"rate": rate, "skew": skew, "policy": policy}
+        for (rate, skew, workload), (told, policy, costs), name in product(cases, policies, ways):
+            row: Row = {"rate": rate, "skew": skew, "policy": told}
             make = partial(make_policy, policy, costs, settings)
             began = time.perf_counter()
             if options.several:
@@ -164,12 +163,21 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
             yield {**row, "computed_in": time.perf_counter() - began}
 
 
-def _policies(options: argparse.Namespace) -> list[str]:
-    names = options.policies or (["cost"] if options.several else list(POLICIES))
-    without = [] if options.shares is None else [n for n in names if not POLICIES[n].shares]
-    if options.policies and without:
-        raise SimulationError(f"--shares: policy {without[0]} keeps no shares: leave one out.")
-    return [name for name in names if POLICIES[name] and name not in without]
+def _policies(options: argparse.Namespace) -> list[tuple[str, str, CostModel]]:
+    """What the tables call each policy, its name and its costs."""
+    usual = CostModel.read(options.costs) if options.costs else H200_7B
+    found = []
+    for given in options.policies or (["cost"] if options.several else POLICIES):
+        name, _, file = given.partition("=")
+        keeps = POLICIES[name].shares  # refuses an unknown one before anything is simulated
+        if options.shares is not None and not keeps:
+            if not options.policies:
+                continue
+            raise SimulationError(f"--shares: policy {name} keeps no shares: leave one out.")
+        costs = CostModel.read(Path(file)) if file else usual
+        told = f"{name}, {Path(file).stem}" if file else name
+        found.append((told, name, costs.with_lora(options.lora_cost)))
+    return found
 
 
 def _cases(

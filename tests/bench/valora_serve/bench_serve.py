@@ -478,9 +478,13 @@ def startup(bench):
 
 
 def costs(bench):
-    """Measure the cost model that the policies decide with, and keep it in the costs folder."""
-    bench.start("valora", 16, profile=True)
-    print(bench.engine.cost)
+    """Measure the costs of each system, and keep them in folders SYSTEM of the costs folder."""
+    for name in bench.arguments.systems:
+        bench.stop()
+        bench.lmm.linears.by_matrix = name == "dlora"
+        bench.start("valora", 16, profile=True, **SYSTEMS[name][0])
+        print(bench.engine.cost.save(Path(bench.arguments.costs) / name), flush=True)
+    bench.lmm.linears.by_matrix = False
 
 
 SECTIONS = {

@@ -97,6 +97,17 @@ def test_what_is_wrong_is_one_sentence(given, said, tmp_path, monkeypatch, capsy
     assert [file.name for file in tmp_path.iterdir()] == ["t.csv"]
 
 
+def test_a_policy_may_have_costs_of_its_own(tmp_path):
+    costs, out = "docs/costs/nvidia-h200-7b.json", tmp_path / "out.json"
+    few = ["--duration", "2", "--rates", "4", "--json", str(out)]
+    assert main([*few, "--policies", f"slora={costs}", "slora"]) == 0
+    rows = json.loads(out.read_text())
+    assert main([*few, "--policies", "slora", "--costs", costs]) == 0
+    (alone,) = json.loads(out.read_text())
+    assert [row["policy"] for row in rows] == ["slora, nvidia-h200-7b", "slora"]
+    assert rows[0]["token_latency"] == alone["token_latency"] != rows[1]["token_latency"]
+
+
 @pytest.mark.parametrize("more", [[], ["--replicas", "2"]])
 def test_shares_are_simulated_with_policies_that_keep_them(more, tmp_path, capsys):
     """The table of the others looked as if they had not been kept."""

@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import pickle
+import socket
 from types import SimpleNamespace
 
 import httpx
@@ -14,7 +15,6 @@ from tests.support.fake_engine import FakeEngine
 from valora_serve.replicas.board import Board, Report
 from valora_serve.replicas.replica import EngineReplica, SharedState
 from valora_serve.server.app import create_app
-from valora_serve.server.listen import bind
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.loading.state_file import SavedState
@@ -90,7 +90,7 @@ class Running(EngineReplica):
     async def start(self):
         await startup.load_all(self.engine, [self._given], self.served_set)
         app = create_app(self.engine, self.settings, self.served_set)
-        await self._listen(app, bind(self.settings)[0], self.settings)
+        self._listen(app, socket.create_server(("127.0.0.1", 0)), self.settings)
         await self._follow(*await self._tell())
         self._reporting = asyncio.create_task(self._keep_reporting())
 

@@ -27,7 +27,6 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import LoggingConfig
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from valora_data.wording import plural
@@ -42,7 +41,6 @@ from valora_serve.server.loading.state_file import content_hash
 from valora_serve.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
-Sockets = list[socket.socket]
 
 DRAIN_EXTRA = 15.0  # seconds that a replica has to stop, once its requests had `drain_seconds`
 REACH_SECONDS = 5.0  # time limit for connecting to a Ray cluster
@@ -51,8 +49,8 @@ FRONT = (sys.executable, "-m", "valora_serve.replicas.front")
 
 
 async def run(
-    sockets: Sockets, folders: Sequence[Path], server: ServerSettings, engine: EngineSettings,
-    settings: ReplicaSettings, announce: Callable[[Served | None], None],
+    sockets: list[socket.socket], folders: Sequence[Path], server: ServerSettings,
+    engine: EngineSettings, settings: ReplicaSettings, announce: Callable[[Served | None], None],
 ) -> None:  # fmt: skip
     """Start replicas and fronts, call `announce` once these answer, and watch them to the end."""
     address = settings.ray_address or os.environ.get("RAY_ADDRESS") or None
@@ -72,8 +70,8 @@ async def run(
 
 
 async def keep_fronts(
-    count: int, sockets: Sockets, plan: tuple[Any, ...], tell: Callable[[], Awaitable[None]],
-    announce: Callable[[], None] | None,
+    count: int, sockets: list[socket.socket], plan: tuple[Any, ...],
+    tell: Callable[[], Awaitable[None]], announce: Callable[[], None] | None,
 ) -> None:  # fmt: skip
     """Run fronts on the sockets until SIGTERM or SIGINT; one that dies starts again.
 
@@ -85,7 +83,9 @@ async def keep_fronts(
         asyncio.get_running_loop().add_signal_handler(ends_it, stop.set)
 
     def start() -> Any:
-        made: Any = subprocess.Popen(FRONT, stdin=subprocess.PIPE, pass_fds=numbers)
+        made: Any = subprocess.Popen(
+            FRONT, stdin=subprocess.PIPE, pass_fds=numbers, start_new_session=True
+        )
         pickle.dump((numbers, os.getpid(), *plan), made.stdin)
         made.stdin.close()
         return made
@@ -142,14 +142,13 @@ def join(address: str | None) -> Any:
         return ray.init(**options, namespace=NAMESPACE, logging_level=logging.ERROR)
     except Exception as error:
         reason = _line(error).rstrip(".:")[:300] or type(error).__name__
-        said = f"Ray cannot be started on this machine ({reason}): see {LOGS}"
-        if address is not None:
-            said = (
-                f"the Ray cluster at {address} cannot be joined ({reason}): name HOST:PORT of its "
-                "head, started with `ray start --head`, or auto, on a machine of the cluster that "
-                "has its versions of Ray and Python"
-            )
-        raise SettingsError(said) from error
+        raise SettingsError(
+            f"Ray cannot be started on this machine ({reason}): see {LOGS}"
+            if address is None
+            else f"the Ray cluster at {address} cannot be joined ({reason}): name HOST:PORT of its "
+            "head, started with `ray start --head`, or auto, on a machine of the cluster that has "
+            "its versions of Ray and Python"
+        ) from error
 
 
 def pin_board(application: str, server: ServerSettings) -> Any:
@@ -198,7 +197,7 @@ async def deploy(
     folders: Sequence[Path],
 ) -> None:  # fmt: skip
     """Start the replicas, and wait until all have started; or a `SettingsError`."""
-    log_level = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    quiet: Any = {"log_level": "WARNING", "enable_access_log": False}
     scaling = AutoscalingConfig(
         min_replicas=settings.replicas, max_replicas=settings.max_replicas or settings.replicas,
         target_ongoing_requests=settings.target_requests,
@@ -210,13 +209,13 @@ async def deploy(
         autoscaling_config=scaling, ray_actor_options=resources(settings, engine),
         graceful_shutdown_timeout_s=server.drain_seconds + DRAIN_EXTRA,
         graceful_shutdown_wait_loop_s=0.2, max_constructor_retry_count=2,
-        health_check_period_s=1.0, health_check_timeout_s=30.0, logging_config=log_level,
+        health_check_period_s=1.0, health_check_timeout_s=30.0, logging_config=quiet,
     )  # fmt: skip
     name, bundles = settings.application, {one: content_hash("bundle", one) for one in folders}
     here = name, own_version(), ray.util.get_node_ip_address(), Path.cwd()
     application = made(EngineReplica).bind(*here, engine, server, bundles)
     # No proxies of Ray Serve: fronts and replicas speak HTTP.
-    serve.start(proxy_location="Disabled", logging_config=log_level)
+    serve.start(proxy_location="Disabled", logging_config=quiet)
     running = asyncio.to_thread(serve.run, application, name=name, route_prefix=None)
     try:
         await asyncio.wait_for(running, settings.start_seconds)

@@ -12,13 +12,11 @@ import logging
 import os
 import pickle
 import re
-import signal
 import socket
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from typing import Any, cast
 
 import aiohttp
@@ -42,9 +40,7 @@ from valora_serve.server.telemetry import logs
 from valora_serve.server.telemetry.metrics import STATES
 
 MODEL = "x-valora-model"  # names the model, so that the body is not searched for it
-FRONT = "x-valora-front"  # with a replica's secret, and the connection of the client
-FACTS = "x-valora-facts"  # of answers: what the log says of the request
-LOAD = "x-valora-load"  # of answers: requests under way at the replica
+FRONT = "x-valora-front"  # a replica's secret, the client's connection; back: load, facts to log
 IDENTITY = "x-request-id"
 LENGTH = "content-length"
 NONE = "No replica answers now: ask again in a moment"
@@ -55,9 +51,8 @@ _HOP = {
     "upgrade", "expect", LENGTH,
 }  # fmt: skip
 _NOT_TO = {*_HOP, FRONT, MODEL, IDENTITY}
-_NOT_BACK = {*_HOP, FACTS, LOAD, IDENTITY, "date", *(key.decode() for key, _ in SECURE)}
-_NAMED = rb'(?<!\\)"%s"\s*+:[\s\[]*+("(?:[^"\\]|\\.){0,512}")'
-_MODEL, _DOMAINS = (re.compile(_NAMED % name) for name in (b"model", b"domains"))
+_NOT_BACK = {*_HOP, FRONT, IDENTITY, "date", *(key.decode() for key, _ in SECURE)}
+_NAMED = re.compile(rb'(?<!\\)"(?:model|domains)"\s*+:[\s\[]*+("(?:[^"\\]|\\.){0,512}")')
 _VISION = re.compile(r"/v1/vision/([^/]+)")
 # Requests that all replicas are asked, as each knows or has a part.
 _OF_ALL = re.compile(r"GET /metrics|GET /v1/models(/.*)?|POST /v1/unload_lora_adapter")
@@ -145,9 +140,8 @@ class Front:
         headers.append((IDENTITY, str(logs.request_id.get())))
         target = b"?".join(filter(None, (scope["raw_path"], scope["query_string"])))
         url = URL(one.report.url + target.decode("latin-1"), encoded=True)
-        data = body if body or scope["method"] in ("POST", "PUT", "PATCH") else None
         return self._client.request(
-            scope["method"], url, headers=headers, data=data, allow_redirects=False
+            scope["method"], url, headers=headers, data=body or None, allow_redirects=False
         )
 
     async def _pass(self, one: Replica, request: Request, body: bytes, send: Send) -> None:
@@ -155,9 +149,7 @@ class Front:
         answer = None
         try:
             async with self._ask(one, request, body) as answer:
-                if LOAD in answer.headers:
-                    one.load, one.told = int(answer.headers[LOAD]), True
-                await send(_start(answer, request, answer.headers.get(LENGTH)))
+                await send(_start(one, answer, request, answer.headers.get(LENGTH)))
                 async for piece in answer.content.iter_any():
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 await send({"type": "http.response.body"})
@@ -177,31 +169,35 @@ class Front:
         """Answer with what all replicas say, as one, or with what one of them refuses with."""
         seconds = JOIN_SECONDS if request.method == "GET" else None
 
-        async def said(number: int, one: Replica) -> tuple[str, Any, bytes] | None:
-            with contextlib.suppress(aiohttp.ClientError, OSError):
-                asking = self._ask(one, request, body, counts=number == 0)
-                async with asyncio.timeout(seconds), asking as answer:
-                    return one.id, answer, await answer.read()
-            return None
+        said: dict[Replica, tuple[Any, bytes]] = {}
 
-        found = await asyncio.gather(*starmap(said, enumerate(self._replicas.values())))
-        answers = [one for one in found if one is not None]
-        if not answers:
+        async def ask(one: Replica) -> None:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                asking = self._ask(one, request, body, counts=one.id == min(self._replicas))
+                async with asyncio.timeout(seconds), asking as answer:
+                    said[one] = answer, await answer.read()
+
+        await asyncio.gather(*map(ask, self._replicas.values()))
+        if not said:
             raise StoppedError(NONE)
         # What one of them does not know, another one may.
         order = {404: 2, 200: 1}
-        _, answer, page = min(answers, key=lambda one: order.get(one[1].status, 0))
+        first = min(said, key=lambda one: order.get(said[one][0].status, 0))
+        answer, page = said[first]
         join = {"GET /metrics": merge, "GET /v1/models": listed}.get(asked)
         if join is not None and answer.status == 200:
-            good = {name: page for name, answer, page in answers if answer.status == 200}
+            good = {one.id: page for one, (found, page) in said.items() if found.status == 200}
             page = await asyncio.to_thread(join, good)
-        await send(_start(answer, request, str(len(page))))
+        await send(_start(first, answer, request, str(len(page))))
         await send({"type": "http.response.body", "body": page})
 
 
-def _start(answer: Any, request: Request, length: str | None) -> dict[str, Any]:
-    """The start of a replica's answer, as its client gets it; the log is told of the request."""
-    request.state.facts |= json.loads(answer.headers.get(FACTS, "{}"))
+def _start(one: Replica, answer: Any, request: Request, length: str | None) -> dict[str, Any]:
+    """The start of a replica's answer, as its client gets it; takes what is told beside it."""
+    if (told := answer.headers.get(FRONT)) is not None:
+        one.load, facts = json.loads(told)
+        request.state.facts |= facts
+        one.told = True
     headers = [pair for pair in answer.raw_headers if pair[0].decode().lower() not in _NOT_BACK]
     headers += [(LENGTH.encode(), length.encode())] if length else []
     return {"type": "http.response.start", "status": answer.status, "headers": headers}
@@ -213,9 +209,7 @@ def named(request: Request, body: bytes) -> str | None:
         return given
     if (domain := _VISION.search(request.scope["path"])) is not None:
         return domain[1]
-    if body[:64].lstrip()[:1] != b"{":
-        return None
-    if (found := _MODEL.search(body) or _DOMAINS.search(body)) is not None:
+    if body[:64].lstrip()[:1] == b"{" and (found := _NAMED.search(body)):
         with contextlib.suppress(ValueError):
             return cast("str", json.loads(found[1]))
     return None
@@ -243,6 +237,13 @@ def merge(pages: Mapping[str, bytes]) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode()
 
 
+class _Shared(socket.socket):
+    """A socket on which other processes accept, too, each as many as the backlog at a time."""
+
+    def listen(self, _: int = 0) -> None:
+        super().listen(2048)
+
+
 async def serve() -> None:
     """Serve as stdin says, and follow a file with what is known of the replicas."""
     numbers, parent, known, settings, *more = pickle.load(sys.stdin.buffer)
@@ -250,19 +251,17 @@ async def serve() -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     front = Front(settings, *more)
     server = make_server(cast("Any", Middleware(front, settings)), settings)
-    server.config.lifespan = "off"
+    server.config.lifespan, server.config.backlog = "off", 1
     front.update(pickle.loads(known.read_bytes()))
-    serving = asyncio.create_task(server.serve([socket.socket(fileno=n) for n in numbers]))
-    while (await asyncio.wait([serving], timeout=PERIOD))[1]:
-        front.update(pickle.loads(known.read_bytes()))
-        if server.started:
-            known.with_name(str(os.getpid())).touch()
-        server.should_exit |= os.getppid() != parent
-    await serving
+    serving = asyncio.create_task(server.serve([_Shared(fileno=n) for n in numbers]))
+    while os.getppid() == parent and (await asyncio.wait([serving], timeout=PERIOD))[1]:
+        with contextlib.suppress(FileNotFoundError):  # the server ends
+            front.update(pickle.loads(known.read_bytes()))
+            if server.started:
+                known.with_name(str(os.getpid())).touch()
+    server.should_exit = True
+    await serving  # after SIGTERM, uvicorn raises it again
 
 
 if __name__ == "__main__":
-    for ends_it in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ends_it, signal.SIG_IGN)  # uvicorn raises those that it has handled again
     asyncio.run(serve())
-    os._exit(0)  # connections to replicas end with this process

@@ -29,7 +29,7 @@ from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.board import INSIDE, PERIOD, Report
-from valora_serve.replicas.front import FACTS, FRONT, LOAD
+from valora_serve.replicas.front import FRONT
 from valora_serve.server.api.system import own_version
 from valora_serve.server.app import make_server
 from valora_serve.server.constrain import read_tokenizer
@@ -109,15 +109,13 @@ class EngineReplica:
         app, served = await make_app(self._engine, settings, [*bundles], engine, state)
         here = ray.util.get_node_ip_address()
         bound = socket.create_server(("127.0.0.1" if here == host else here, 0))
-        await self._listen(app, bound, settings)
+        self._listen(app, bound, settings)
         await self._engine.warm_up()  # again, with what was loaded since
         await self._follow(*await self._tell())
         await self._board.served.remote(served)
-        self._pauses = contextlib.ExitStack()  # left open until this process ends
-        self._pauses.enter_context(short_pauses())
         self._reporting = asyncio.create_task(self._keep_reporting())
 
-    async def _listen(self, app: FastAPI, bound: socket.socket, settings: ServerSettings) -> None:
+    def _listen(self, app: FastAPI, bound: socket.socket, settings: ServerSettings) -> None:
         self._app, self._context = app, app.state.context
         self._context.guard.rates.taken = Counter()
         self._secret = secrets.token_hex(16)
@@ -125,24 +123,22 @@ class EngineReplica:
         self._server = make_server(cast("Any", self), settings)
         self._server.config.http = "httptools"  # fronts have bounded what comes here
         self._serving = asyncio.create_task(self._server.serve([bound]))
-        while not self._server.started and not self._serving.done():
-            await asyncio.sleep(0.02)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let requests of fronts in, as those of their clients."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        secret, _, told = Headers(scope=scope).get(FRONT, "").partition(" ")
+        secret, _, sent = Headers(scope=scope).get(FRONT, "").partition(" ")
         if not hmac.compare_digest(secret.encode(), self._secret.encode()):
             refused = Response("Ask the server, not its replica", 403)
             return await refused(scope, receive, send)
-        inner = {**scope, **json.loads(told)}
+        inner = {**scope, **json.loads(sent)}
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers[FACTS] = json.dumps(inner["state"]["facts"])
-                headers[LOAD] = str(len(self._server.server_state.tasks))
+                # One whose engine has failed answers at once, and would attract requests.
+                load = len(self._server.server_state.tasks) if self._engine.healthy else 1e9
+                MutableHeaders(scope=message)[FRONT] = json.dumps((load, inner["state"]["facts"]))
             await send(message)
 
         await self._app(inner, receive, sending)
@@ -182,15 +178,16 @@ class EngineReplica:
 
     async def _keep_reporting(self) -> None:
         following = asyncio.create_task(asyncio.sleep(0))
-        while True:
-            try:
-                told = await self._tell()
-                if following.done():
-                    following = asyncio.create_task(self._follow(*told))
-                await asyncio.wait({following}, timeout=PERIOD)
-            except ray.exceptions.RayError as error:
-                logs.LOG.warning("replica %s and the board: %s", self._name, error)
-                await asyncio.sleep(PERIOD)
+        with short_pauses():
+            while True:
+                try:
+                    told = await self._tell()
+                    if following.done():
+                        following = asyncio.create_task(self._follow(*told))
+                    await asyncio.wait({following}, timeout=PERIOD)
+                except ray.exceptions.RayError as error:
+                    logs.LOG.warning("replica %s and the board: %s", self._name, error)
+                    await asyncio.sleep(PERIOD)
 
     async def check_health(self) -> None:
         """Raise an error if the engine has failed: Ray Serve starts another replica."""

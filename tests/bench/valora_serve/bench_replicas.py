@@ -436,13 +436,12 @@ def front(console, file, seconds, counts, senders, clients):
     known = [report(f"r{port}", f"http://127.0.0.1:{port}") for port in ports]
     settings = ServerSettings(port=0, log_level="warning")
 
-    async def tell():
-        file.write_bytes(pickle.dumps(known))
+    file.write_bytes(pickle.dumps(known))
 
     async def case(count):
         sockets, started = bind(settings), asyncio.Event()
         port = sockets[0].getsockname()[1]
-        plan = file, settings, ReplicaSettings(replicas=4), 32
+        plan, tell = (file, settings, ReplicaSettings(replicas=4), 32), lambda: asyncio.sleep(0)
         task = asyncio.create_task(cluster.keep_fronts(count, sockets, plan, tell, started.set))
         await started.wait()
         loop = asyncio.get_running_loop()

@@ -84,14 +84,14 @@ async def idle(front):
 
 @awaited
 async def test_requests_and_answers_are_passed_on_as_they_are():
-    one = Replica(answer(b"{ }", b"x-request-id: its", b'x-valora-facts: {"key": "me"}'))
+    one = Replica(answer(b"{ }", b"x-request-id: its", b'x-valora-front: [0, {"key": "me"}]'))
     async with fronted(one) as (client, _):
         sent = {"authorization": f"Bearer {KEY}", "x-valora-front": "mine", "te": "x",
                 "content-type": "application/json", "host": "valora.example",
                 "x-request-id": "abc"}  # fmt: skip
         got = await client.post("/v1/a%20b?c=%2F", content=b'{"model":"x"}', headers=sent)
         assert (got.status_code, got.content) == (200, b"{ }")
-        assert got.headers["x-request-id"] == "abc" and "x-valora-facts" not in got.headers
+        assert got.headers["x-request-id"] == "abc" and "x-valora-front" not in got.headers
     ((line, headers),) = one.heads
     assert line == "POST /v1/a%20b?c=%2F HTTP/1.1"
     assert one.bodies == [b'{"model":"x"}']
@@ -109,12 +109,8 @@ async def test_requests_and_answers_are_passed_on_as_they_are():
 async def test_a_request_goes_to_another_replica_if_its_own_has_died():
     dies, lives = Replica(), Replica(answer(), answer())
     async with fronted(dies, lives, None) as (client, front):
-
-        def tell():
-            front.update([replace(one, taken={"x": 1}) for one in known])
-
         known = [one.report for one in front._replicas.values()]
-        dies.answers = [tell, tell]
+        dies.answers = 2 * [lambda: front.update([replace(one, taken={"x": 1}) for one in known])]
         for model in "ab":
             front._replicas["r0"].recent[model] = None  # it is asked first
             assert (await client.post("/v1/x", json={"model": model})).status_code == 200
@@ -183,11 +179,11 @@ async def test_an_adapter_has_its_replicas_and_load_counts():
 
 @awaited
 async def test_answers_tell_a_newer_load_than_reports():
-    one = Replica(answer(b"{}", b"x-valora-load: 7"), answer())
+    one = Replica(answer(b"{}", b"x-valora-front: [7, {}]"), answer())
     async with fronted(one) as (client, front):
         known = front._replicas["r0"]
         reports = [replace(known.report, load=2)]
-        assert "x-valora-load" not in (await client.get("/ready")).headers
+        assert "x-valora-front" not in (await client.get("/ready")).headers
         while known.load == 7:
             await asyncio.sleep(0.01)
         for load in (6, 2):  # without this request, which has ended; then the report's

@@ -38,8 +38,11 @@ async def test_a_replica_answers_fronts_only_and_sees_their_clients(place):
             assert (await client.get("/ready", headers=headers)).status_code == 403
         body = {"model": "person", "prompt": "x", "max_tokens": 1}
         got = await client.post("/v1/completions", json=body, headers=one.front())
-        facts = json.loads(got.headers["x-valora-facts"])
-        assert facts == {"key": "api_key", "model": "person"}
+        told = [1, {"key": "api_key", "model": "person"}]
+        assert json.loads(got.headers["x-valora-front"]) == told
+        one.engine.healthy = False
+        failed = await client.get("/ready", headers=one.front())
+        assert json.loads(failed.headers["x-valora-front"])[0] > 1e6, "fronts ask another one"
 
 
 @awaited

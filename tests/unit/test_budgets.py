@@ -14,14 +14,14 @@ BUDGETS = {
     "data/valora_data": 9_361,
     "teachers/valora_teachers": 1_609,
     "kernels/valora_kernels": 3_774,
-    "valora_serve": 25_627,
+    "valora_serve": 25_622,
     "tests/*/valora_train": 7_126,
     "tests/*/valora_data": 3_573,
     "tests/*/valora_teachers": 1_142,
     "tests/*/valora_kernels": 1_935,
-    "tests/*/valora_serve": 22_692,
+    "tests/*/valora_serve": 22_691,
     "tests/unit/bench": 1_584,
-    BENCH: 12_924,
+    BENCH: 12_923,
 }
 
 

@@ -65,7 +65,7 @@ FIGURES = {
     "kernels": Figure("tests.bench.valora_kernels.bench_atmm", 1),
     "operators": Figure("tests.bench.valora_kernels.bench_operators", 1),
     "training": Figure("tests.bench.valora_train.bench_train", 1),
-    "four-bits": Figure("tests.bench.valora_train.bench_fuse --limit 16", 1),
+    "four-bits": Figure("tests.bench.valora_train.bench_fuse --limit 16 --skip serve", 1),
     "ways": Figure(
         "tests.bench.valora_train.bench_compare --strategies affinity --shares 0.97 --ewc 100 "
         "--processes 12 -- task=detection model.device=cuda",

@@ -45,7 +45,7 @@ FIGURES = {
     "throughput": Figure(f"{SERVE}.bench_serve throughput", 1),
     "heads": Figure(f"{SERVE}.bench_serve heads --seconds 18", 1),
     "domains": Figure(f"{SERVE}.bench_serve domains", 1),
-    "skew": Figure(f"{SERVE}.bench_serve skew --rate 48 32 10 --shares 0.2 0.6 0.9 --seconds 6", 1),
+    "skew": Figure(f"{SERVE}.bench_serve skew --rate 48 32 10 --shares 0.2 0.6 0.9 --seconds 4", 1),
     "slo": Figure(f"{SERVE}.bench_serve slo --window 4", 1),
     "ablation": Figure(f"{SERVE}.bench_serve ablation --window 4", 1),
     "peft": Figure(f"{SERVE}.bench_serve packed peft", 1),

@@ -62,12 +62,12 @@ class DecodePool:
 
     async def decode(self, job: Job, wait: float) -> list[Image.Image]:
         """Decode an image or a video; it is dropped if the caller is cancelled before it begins."""
-        future, task = self._threads.submit(self._run, job), asyncio.current_task()
-        # Does nothing once the job runs.
-        timer = asyncio.get_running_loop().call_later(wait, future.cancel)
+        future = self._threads.submit(self._run, job)
+        timer = asyncio.get_running_loop().call_later(wait, future.cancel)  # not once it runs
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
+            task = asyncio.current_task()  # here alone: an error's frame must not refer to it
             if not (task and task.cancelling()):
                 raise OverloadedError(
                     f"The {job.what} waited {wait:g} s for others to be decoded: try again soon"

@@ -13,7 +13,7 @@ import torch
 from valora_data.contract.quantized import NF4
 from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
-from valora_serve.engine.settings import FP8, NF4_PACKED, EngineSettings
+from valora_serve.engine.settings import FP8, NF4_PACKED, UNMERGEABLE, EngineSettings
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.memory.unified import PageShape
 from valora_serve.model.lmm import Lmm
@@ -87,11 +87,13 @@ def limit_host_threads(device: torch.device) -> None:
 
 
 def machine_of(settings: EngineSettings, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the name under which costs are saved: GPUs, or CPU, its threads and type."""
+    """Return the name of costs: GPUs, or CPU, threads and type; how weights are packed."""
     size, computing = settings.tensor_parallel, str(dtype).removeprefix("torch.")
     name = f"{platform.machine()} {torch.get_num_threads()} threads {computing}"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
+    if settings.quantize in UNMERGEABLE:
+        name += f" {settings.quantize}"
     return name if size == 1 else f"{name} x{size}"
 
 

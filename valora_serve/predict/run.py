@@ -144,13 +144,13 @@ def check_run(out: Path, facts: dict[str, Any]) -> list[ServedModel]:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A file that is to be answered."""
+    """A file that is to be answered, by domains that were measured with as many frames of it."""
 
     path: Path
     name: str  # below the folder
     version: tuple[int, int]  # size and time
     domains: tuple[ServedModel, ...]  # which have not answered it yet
-    video: bool
+    frames: int  # 0 of an image
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +181,10 @@ def find_jobs(source: Path, domains: Sequence[ServedModel], out: Path) -> tuple[
         able = videos if video else images
         left = tuple(model for model in able if done.get((name, model.name)) != version)
         answered += len(able) - len(left)
-        if left:
-            jobs.append(Job(path, name, version, left, video))
+        groups: dict[int, list[ServedModel]] = {}
+        for model in left:
+            groups.setdefault(model.images or FRAMES if video else 0, []).append(model)
+        jobs += [Job(path, name, version, tuple(some), n) for n, some in groups.items()]
     return jobs, answered
 
 
@@ -201,7 +203,8 @@ async def answer_all(
     at_once: int,
 ) -> None:
     """Answer all jobs; at most `at_once` files are in the engine, and others are decoded ahead."""
-    decoded, turn = ahead(jobs, _content, weight=_images), asyncio.Lock()
+    decoded = ahead(jobs, _content, weight=lambda job: job.frames or 1)
+    turn = asyncio.Lock()
 
     async def work() -> None:
         while True:
@@ -215,14 +218,10 @@ async def answer_all(
     await gathered(*(work() for _ in range(min(at_once, len(jobs)))), at_once=at_once)
 
 
-def _images(job: Job) -> int:
-    return max(model.images or FRAMES for model in job.domains) if job.video else 1
-
-
 def _content(job: Job) -> list[Image] | str:
     """The image or the frames of a job, or why there are none."""
     try:
-        return read_frames(job.path, _images(job)) if job.video else [load_image(job.path)]
+        return read_frames(job.path, job.frames) if job.frames else [load_image(job.path)]
     except ValoraError as error:
         return error.text if isinstance(error, FaultError) else str(error)
 

@@ -198,6 +198,8 @@ def test_costs_are_measured_once(base, adapters, tmp_path, quick):
     assert engine.cost.lora_known and engine.policy is not before
     machine = machine_of(engine.settings, engine.device, torch.float32)
     assert load_or_estimate(tmp_path, machine, base).measured
+    packed = replace(engine.settings, quantize="fp8")  # its steps cost something else
+    assert machine_of(packed, engine.device, torch.float32) == f"{machine} fp8"
     stats, measured = engine.stats(), engine.cost
     assert (stats.switches, stats.merged_adapter, stats.pages_kv) == (0, None, 0)
     profile.ensure_costs(engine)

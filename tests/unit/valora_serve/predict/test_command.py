@@ -249,22 +249,24 @@ def test_a_folder_without_pictures_is_refused_before_a_model_is_loaded(
 def test_videos_questions_and_texts(tmp_path):
     write_video(tmp_path / "in.mp4", [10 * n for n in range(12)])
     video = replace(SCENE, media="video", images=4)
-    jobs, kept = find_jobs(tmp_path, [video], tmp_path)
-    assert ([job.name for job in jobs], kept) == (["in.mp4"], 0)
+    longer = replace(video, name="longer", images=6)
+    jobs, kept = find_jobs(tmp_path, [video, longer], tmp_path)
+    assert ([(job.name, job.frames) for job in jobs], kept) == ([("in.mp4", 4), ("in.mp4", 6)], 0)
     asked = replace(CAPTION, prompt="what color is {}?", prompted=True)
     request = make_request("1", asked, ["image"], Question("the car", max_tokens=9))
     assert request.messages[0]["content"][0]["text"] == "what color is the car?"
     assert request.sampling.max_tokens == 9
     engine, found = FakeEngine(), []
-    engine._served |= {model.name: model for model in (video, CAPTION, PERSON)}
+    engine._served |= {model.name: model for model in (video, longer, CAPTION, PERSON)}
     asyncio.run(answer_all(engine, jobs, Question(), found.append, 4))
-    assert len(engine.asked[0].videos[0]) == 4
+    frames = {one.model: len(one.videos[0]) for one in engine.asked}
+    assert frames == {video.name: 4, "longer": 6}
     picture(tmp_path / "a.png", 1, (40, 20))
     jobs, _ = find_jobs(tmp_path / "a.png", [CAPTION], tmp_path)
     asyncio.run(answer_all(engine, jobs, Question(), found.append, 4))
-    assert found[0].answer["label"] == "street"
-    assert found[1].answer["text"].startswith("a red star")
-    (tmp_path / "predictions.jsonl").write_text(f"{json.dumps(asdict(found[1]))}\n")
+    assert found[0].answer["label"] == found[1].answer["label"] == "street"
+    assert found[2].answer["text"].startswith("a red star")
+    (tmp_path / "predictions.jsonl").write_text(f"{json.dumps(asdict(found[2]))}\n")
     assert find_jobs(tmp_path / "a.png", [CAPTION], tmp_path) == ([], 1)
     os.utime(tmp_path / "a.png", (1, 1))
     assert len(find_jobs(tmp_path / "a.png", [CAPTION], tmp_path)[0]) == 1

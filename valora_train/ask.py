@@ -42,10 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; 0, or 1 if there is no text, or the model cannot write questions about it."""
     made = argparse.ArgumentParser("valora ask", description="Let a model write questions.")
     made.add_argument("text", type=Path, help="a .txt, .md or .pdf file, or a folder of them")
-    made.add_argument("--model", required=True, help="base model: folder or name on the hub; or …")
-    made.add_argument(
-        "--endpoint", help="its name there: OpenAI-compatible URL, such as http://…/v1"
-    )
+    made.add_argument("--model", required=True, help="folder or hub name; with --endpoint its name")
+    made.add_argument("--endpoint", help="URL of an OpenAI-compatible server, such as http://…/v1")
     made.add_argument("--count", type=int, default=4, help="questions for 1,500 characters")
     made.add_argument("--device", default="cpu", help="of a base model, in torch's terms")
     made.add_argument("--dtype", default="float32", help="of its weights")
@@ -71,6 +69,8 @@ def _ask(options: argparse.Namespace) -> None:
         raise DataError(f"--count is {options.count}: ask for one question, at least")
     passages = passages_of(read_text_of(options.text).text)
     out = options.out or questions_file(options.text)
+    if not out.parent.is_dir():
+        raise DataError(f"{out.parent}, where questions go, is no folder: make it, or name another")
     rows = [row for _, row in read_lines(out)] if out.is_file() else []
     if None in rows:
         raise DataError(f"{out}, line {rows.index(None) + 1} is no JSON object: correct it")
@@ -87,11 +87,11 @@ def _ask(options: argparse.Namespace) -> None:
                 known.add(_key(question))
                 rows.append({"question": question, "answers": [answer], "by": options.model,
                              "passage": number})  # fmt: skip
-        part = out.with_name(f"{out.name}.part")
-        part.write_text(
-            "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows), "utf-8"
-        )
-        part.replace(out)
+        if len(rows) > before:
+            part = out.with_name(f"{out.name}.part")
+            lines = (f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+            part.write_text("".join(lines), "utf-8")
+            part.replace(out)
     if left and len(rows) == before:
         raise DataError(
             f"{options.model} wrote no question with an answer from the text: name a model that "

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from valora_data.errors import BundleError, DataError
 from valora_data.schema import Answer, Sample, question_of
+from valora_data.wording import first_line
 from valora_teachers.base import Count, Dtype, OnBatch, Teacher, TeacherError, TeacherOptions
 
 if TYPE_CHECKING:
@@ -56,7 +57,11 @@ class InContext(Teacher):
             )
         dtype = getattr(torch, self.options.dtype)
         self.model = BaseModel(str(weights), *load_model(str(weights), dtype))
-        self.model.to(self.options.device)
+        try:
+            self.model.to(self.options.device)
+        except (RuntimeError, AssertionError) as error:
+            device, said = self.options.device, first_line(error)
+            raise TeacherError(f"{weights} cannot be moved to device {device}: {said}") from error
 
     def answer(self, samples: Sequence[Sample], on_batch: OnBatch | None = None) -> list[Answer]:
         answers = [Answer()] * len(samples)

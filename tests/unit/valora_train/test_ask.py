@@ -131,6 +131,7 @@ def test_passages_are_the_text_in_parts():
         (("--count", "0"), said, "ask for one question"),
         (("--endpoint", "http://127.0.0.1:9/v1"), said, "answers not"),
         (("--endpoint", "nonsense"), said, "answers not"),
+        (("--out", "nowhere/q.jsonl"), said, "nowhere, where questions go, is no folder"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence(manual, capsys, more, answer, words):
@@ -138,12 +139,15 @@ def test_what_goes_wrong_is_one_sentence(manual, capsys, more, answer, words):
         assert main([str(manual), "--endpoint", url, "--model", "m", *more]) == 1
     told = capsys.readouterr().err
     assert words in told and "Traceback" not in told
+    assert [file.name for file in manual.parent.iterdir()] == [manual.name]
 
 
 def test_a_base_model_writes_about_what_it_reads(manual, monkeypatch, capsys):
     """valora-tiny follows no instructions, so what it is told is looked at."""
     assert main([str(manual), "--model", "tiny"]) == 1
     assert "follows instructions" in capsys.readouterr().err
+    assert main([str(manual), "--model", "tiny", "--device", "nope"]) == 1
+    assert "tiny cannot be moved to device nope" in capsys.readouterr().err
     assert main([str(manual.parent / "none.md"), "--model", "tiny"]) == 1
     assert "none.md" in capsys.readouterr().err
     told = []

@@ -12,10 +12,10 @@ BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_785,
     "data/valora_data": 9_361,
-    "teachers/valora_teachers": 1_609,
+    "teachers/valora_teachers": 1_614,
     "kernels/valora_kernels": 3_774,
     "valora_serve": 25_623,
-    "tests/*/valora_train": 7_126,
+    "tests/*/valora_train": 7_130,
     "tests/*/valora_data": 3_573,
     "tests/*/valora_teachers": 1_142,
     "tests/*/valora_kernels": 1_935,

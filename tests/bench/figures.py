@@ -99,9 +99,8 @@ FIGURES = {
         f"memory_tokens_adapter prefix -- {DOCUMENTS}"
     ),
     "contexts-paper": Figure(
-        f"{CONTEXTS} --methods paper paper_no_reconstruction -- {DOCUMENTS} train.steps=400 "
-        "model.device=cuda",
-        1,
+        f"{CONTEXTS} --methods paper paper_no_reconstruction paper_no_tuning -- {DOCUMENTS} "
+        "train.steps=400"
     ),
     "sim-gpus": Figure(
         "valora_serve.workloads.cli --workload retrieval --rates 60 --per-replica "

@@ -71,17 +71,19 @@ def _ask(options: argparse.Namespace) -> None:
     out = options.out or questions_file(options.text)
     if not out.parent.is_dir():
         raise DataError(f"{out.parent}, where questions go, is no folder: make it, or name another")
-    rows = [row for _, row in read_lines(out)] if out.is_file() else []
-    if None in rows:
-        raise DataError(f"{out}, line {rows.index(None) + 1} is no JSON object: correct it")
-    done = {row.get("passage") for row in rows if row and row.get("by") == options.model}
+    rows = list[dict[str, Any]]()
+    for number, row in read_lines(out) if out.is_file() else []:
+        if row is None:
+            raise DataError(f"{out}, line {number} is no JSON object: correct it")
+        rows.append(row)
+    known = {_key(row.get("question")) for row in rows}
+    done = {row.get("passage") for row in rows if row.get("by") == options.model}
     left = [number for number in range(len(passages)) if number not in done]
     before = len(rows)
     if left:
         write = _endpoint(options) if options.endpoint else _base(options)
     for number in track(left, f"{len(passages)} passages"):
         said = write(passages[number], ORDER.format(count=options.count))
-        known = {_key(row["question"]) for row in rows if row and row.get("question")}
         for question, answer in pairs_of(said, passages[number]):
             if _key(question) not in known:
                 known.add(_key(question))
@@ -120,8 +122,8 @@ def pairs_of(said: str, passage: str) -> list[tuple[str, str]]:
     ]
 
 
-def _key(question: str) -> str:
-    return " ".join(WORD.findall(question.lower()))
+def _key(question: object) -> str:
+    return " ".join(WORD.findall(str(question).lower()))
 
 
 def _base(options: argparse.Namespace) -> Writer:
@@ -161,7 +163,3 @@ def _endpoint(options: argparse.Namespace) -> Writer:
         raise DataError(f"{url} answers {said}: check --endpoint and --model, and go on")
 
     return write
-
-
-if __name__ == "__main__":
-    sys.exit(main())

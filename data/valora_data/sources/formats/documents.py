@@ -52,6 +52,7 @@ class DocumentsFormat(ContextFormat):
     """JSON lines of `id`, `text` and `questions`; `source.document` names the domain's."""
 
     text, name = "text", "id"
+    several: ClassVar[bool] = False  # whether a document may have several lines
 
     def recognises(self, location: Location) -> bool:
         lines = location.path.suffix == ".jsonl"
@@ -66,7 +67,7 @@ class DocumentsFormat(ContextFormat):
                     f"{where} is no JSON object with `{self.text}`: correct or remove it"
                 )
             name, text = str(entry.get(self.name, number)), entry[self.text]
-            if name in found and self.is_other(found[name][0], text):
+            if name in found and not (self.several and found[name][0] == text):
                 raise DataError(f"two documents are named {name}: give each an id of its own")
             if not isinstance(asked := entry.get("questions") or [], list):
                 raise DataError(f"{where}: `questions` is no list: correct it")
@@ -81,10 +82,6 @@ class DocumentsFormat(ContextFormat):
         asked = [_asked(self.question(one), where) for one, where in questions]
         return _splits_of(_document(name, text), asked, source)
 
-    def is_other(self, before: str, text: str) -> bool:
-        """Whether a line of the same name is about another document."""
-        return True
-
     def question(self, entry: Any) -> Any:
         """An entry of `questions` with `question` and `answer`."""
         return entry
@@ -96,10 +93,7 @@ class QualityFormat(DocumentsFormat):
     An article, which its `article_id` names, has a line for each writer of questions.
     """
 
-    text, name = "article", "article_id"
-
-    def is_other(self, before: str, text: str) -> bool:
-        return before != text
+    text, name, several = "article", "article_id", True
 
     def question(self, entry: Any) -> Any:
         """A question with its lettered options, and the letter of the right one."""
@@ -270,13 +264,13 @@ def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Sp
     rng = seeded(f"{source.seed}/{source.name}")
     study, cloze = continuations(document.text), gaps(document.text, rng)
     given = [one for one in asked if one.split or not one.by]
-    written = [one for one in asked if one not in given]
-    study += [*cloze, *written] if asked else []
+    written = [one for one in asked if one.by and not one.split]
     measured, by = given or cloze, "given questions" if given else "words left out of sentences"
     if written and not given:
         order = [written[number] for number in rng.permutation(len(written))]
-        measured, by = order[: len(order) // 2], f"questions written by {written[0].by}"
-        study = [one for one in study if one not in measured]
+        measured, written = order[: len(order) // 2], order[len(order) // 2 :]
+        by = f"questions written by {order[0].by}"
+    study += [*cloze, *written] if asked else []
     document = replace(document, measured_by=by)
     parts: dict[Any, list[Asked]] = {split: [] for split in (*Split, None)}
     for one in measured:

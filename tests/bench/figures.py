@@ -65,11 +65,12 @@ FIGURES = {
     "kernels": Figure("tests.bench.valora_kernels.bench_atmm", 1),
     "operators": Figure("tests.bench.valora_kernels.bench_operators", 1),
     "training": Figure("tests.bench.valora_train.bench_train", 1),
-    "four-bits": Figure("tests.bench.valora_train.bench_fuse --limit 16 --skip serve", 1),
+    "four-bits": Figure(
+        "tests.bench.valora_train.bench_fuse --limit 16 --skip serve --samples 32", 1
+    ),
     "ways": Figure(
         "tests.bench.valora_train.bench_compare --strategies affinity --shares 0.97 --ewc 100 "
-        "--processes 12 -- task=detection model.device=cuda",
-        1,
+        "--processes 2 -- task=detection"
     ),
     "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel --ways one slora replicate_a", 2),
     "replicas": Figure(

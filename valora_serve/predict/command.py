@@ -86,7 +86,7 @@ async def _run(options: argparse.Namespace) -> int:
     from valora_serve.server.loading import golden, startup
     from valora_serve.server.media.pool import shared_pool
 
-    began, console = time.monotonic(), Console(stderr=True, highlight=False)
+    began, console = time.monotonic(), Console(stderr=True, highlight=False, markup=False)
     # An unknown format is refused before a model is loaded.
     writers = {name: WRITERS[name] for name in _split(options.format)}
     _check(options)
@@ -95,7 +95,8 @@ async def _run(options: argparse.Namespace) -> int:
     )
     facts = {
         "folder": str(options.folder.resolve()),
-        "bundles": {str(folder): file_hash(folder / MANIFEST) for folder in folders},
+        # Not their folders: a download has a new one each time.
+        "bundles": [file_hash(folder / MANIFEST) for folder in folders],
         **{name: getattr(options, name) for name in ("prompt", "min_score", "max_tokens")},
     }
     options.out.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ async def _run(options: argparse.Namespace) -> int:
         if jobs:  # only then the model that an earlier run has loaded is needed again
             with short_pauses():
                 failed = await _answer(engine or await load(), jobs, options, console)
-    source, _ = run.files_in(options.folder, frozenset())
+    source = options.folder if options.folder.is_dir() else options.folder.parent
     used = ", ".join(dict.fromkeys(model.bundle or "" for model in asked))
     results = run.Results(
         options.out, source.resolve(), used, {model.name: model for model in asked}
@@ -177,7 +178,8 @@ def _check(options: argparse.Namespace) -> None:
             raise SettingsError(f"--{name} is empty: give it a value, or leave it out")
     if not options.folder.exists():
         raise SettingsError(f"{options.folder} does not exist: check the path")
-    if options.bundle and not run.files_in(options.folder, run.STILLS | SUFFIXES)[1]:
+    suffixes = run.STILLS | SUFFIXES
+    if options.bundle and not run.files_in(options.folder, suffixes, options.out)[1]:
         raise SettingsError(f"{options.folder} holds no images or videos: check the path")
 
 
@@ -212,7 +214,7 @@ async def _answer(
     assert task is not None
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     bars = Progress(
-        "[progress.description]{task.description}", BarColumn(), MofNCompleteColumn(),
+        "{task.description}", BarColumn(), MofNCompleteColumn(),
         TimeRemainingColumn(), console=console,
     )  # fmt: skip
     try:
@@ -227,7 +229,7 @@ async def _answer(
                 if made.error is not None:
                     failed += 1
                     text = f"{made.file}, {made.domain}: {made.error}"
-                    progress.console.print(text, style="yellow", markup=False)
+                    progress.console.print(text, style="yellow")
 
             question = run.Question(options.prompt, options.min_score, options.max_tokens)
             await run.answer_all(engine, jobs, question, note, options.at_once)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml
 
@@ -81,21 +82,32 @@ def write_coco(results: Results) -> Path:
 def write_yolo(results: Results) -> Path:
     """Write ``yolo/``, to train Ultralytics with; ``confidences/`` is as its `save_conf` writes."""
     (_, names, rows), folder = boxes(results, "yolo"), results.out / "yolo"
-    lines: dict[str, list[tuple[str, str]]] = {}
+    files: dict[Path, tuple[str, list[tuple[str, str]]]] = {}
     for made, found in rows:
-        of_file, width, height = lines.setdefault(made.file, []), made.width, made.height
+        if not (results.source / made.file).exists():  # not any more
+            continue
+        # Ultralytics finds labels by the last folder `images`, and resolves links to folders.
+        name = Path(*(part for part in Path(made.file).parts if part != "images"))
+        file, lines = files.setdefault(name.with_suffix(".txt"), (made.file, []))
+        if file != made.file:
+            said = f"format yolo has one label file for {file} and {made.file}: rename one of them"
+            raise SettingsError(said)
+        width, height = made.width, made.height
         for number, (x0, y0, x1, y1), score in found:
             values = ((x0 + x1) / 2 / width, (y0 + y1) / 2 / height,
                       (x1 - x0) / width, (y1 - y0) / height)  # fmt: skip
             row = f"{number} " + " ".join(f"{value:.8f}" for value in values)
-            of_file.append((f"{row}\n", f"{row} {score:.6f}\n"))
-    for file, of_file in lines.items():
-        for at, part in enumerate(("labels", "confidences")):
-            path = (folder / part / file).with_suffix(".txt")
+            lines.append((f"{row}\n", f"{row} {score:.6f}\n"))
+    if (folder / "images").is_symlink():  # to the folder of the images, by earlier versions
+        (folder / "images").unlink()
+    for name, (file, lines) in files.items():
+        plain, sure, link = (folder / part / name for part in ("labels", "confidences", "images"))
+        for path in (plain, sure, link):
             path.parent.mkdir(parents=True, exist_ok=True)
-            written(path, "".join(row[at] for row in of_file))
-    if not os.path.lexists(folder / "images"):
-        (folder / "images").symlink_to(results.source, target_is_directory=True)
+        written(plain, "".join(row for row, _ in lines))
+        written(sure, "".join(row for _, row in lines))
+        if not os.path.lexists(link := link.with_suffix(Path(file).suffix)):
+            link.symlink_to(results.source / file)
     content = {"path": str(folder.resolve()), "train": "images", "val": "images",
                "names": dict(enumerate(names))}  # fmt: skip
     written(folder / "data.yaml", yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
@@ -108,7 +120,7 @@ def write_label_studio(results: Results) -> Path:
     for made in results.predictions():
         tasks.setdefault(made.file, []).extend(_results(made))
     content = [
-        {"data": {"image": LOCAL + file},
+        {"data": {"image": LOCAL + quote(file)},
          "predictions": [{"model_version": results.model, "result": found}]}
         for file, found in tasks.items()
     ]  # fmt: skip

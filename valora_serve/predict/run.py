@@ -26,6 +26,7 @@ from valora_serve.types import EngineClient, Finish, Request, SamplingParams, Se
 PREDICTIONS = "predictions.jsonl"
 RUN = "run.json"  # what the predictions depend on, and the models that could be asked
 STILLS = IMAGES - SUFFIXES
+OWN = ("downloads", "yolo")  # folders of the output that hold pictures, which nobody asks about
 FRAMES = 8  # frames of a video, for domains that were measured with an unknown number
 
 
@@ -88,8 +89,9 @@ def read_predictions(path: Path) -> list[Prediction]:
 def take_sample(folder: Path, out: Path) -> list[ServedModel]:
     """Take over what a server kept in a `sample_folder`; of each domain, its newest bundle's."""
     found = []
-    for path in sorted(files_below(folder, frozenset({".png"})), key=lambda path: path.name):
-        file, facts = path.relative_to(folder).as_posix(), path.stat()
+    root, files = files_in(folder, {".png"}, out)
+    for path in sorted(files, key=lambda path: path.name):
+        file, facts = path.relative_to(root).as_posix(), path.stat()
         try:
             with PIL.Image.open(path) as image:
                 row, size = json.loads(image.info[NOTE]), image.size
@@ -170,7 +172,7 @@ def find_jobs(source: Path, domains: Sequence[ServedModel], out: Path) -> tuple[
     images = tuple(model for model in domains if model.media not in ("video", "text"))
     kinds = [("images", STILLS)] * bool(images) + [("videos", SUFFIXES)] * bool(videos)
     wanted = frozenset().union(*(suffixes for _, suffixes in kinds))
-    root, files = files_in(source, wanted)
+    root, files = files_in(source, wanted, out)
     if not files:
         what = " or ".join(name for name, _ in kinds)
         raise SettingsError(f"{source} holds no {what}: check the path")
@@ -188,11 +190,13 @@ def find_jobs(source: Path, domains: Sequence[ServedModel], out: Path) -> tuple[
     return jobs, answered
 
 
-def files_in(source: Path, suffixes: Set[str]) -> tuple[Path, list[Path]]:
-    """A folder and its files, or the folder of a file and that file, with these suffixes."""
-    if source.is_dir():
-        return source, files_below(source, frozenset(suffixes))
-    return source.parent, [source] * (source.suffix.lower() in suffixes)
+def files_in(source: Path, suffixes: Set[str], out: Path) -> tuple[Path, list[Path]]:
+    """A folder and its files, or the folder of a file and that file; none that `out` was given."""
+    if not source.is_dir():
+        return source.parent, [source] * (source.suffix.lower() in suffixes)
+    own = [(out / name).resolve() for name in OWN]
+    found = files_below(source, frozenset(suffixes))
+    return source, [p for p in found if not any(map(p.parent.resolve().is_relative_to, own))]
 
 
 async def answer_all(

@@ -74,6 +74,8 @@ ANSWER = '{"file": "a\u2028", "domain": "person", "answer": {"detections": []}}'
             '[{"label": "x", "confidence": NaN, "box": [0, 0, 1, 1]}]')),
         *(([ANSWER.replace('{"detections": []}', found)], PERSON, "line 1 of .* is no prediction")
           for found in ("null", "[]", "{}", '"a"')),
+        ([ANSWER.replace("[]", '[{"label": "dog", "confidence": 1, "box": [0, 0, 1, 1]}]')], PERSON,
+         "finds 'dog', which is none of person's labels: run"),
         ([ANSWER.replace("person", "car")], PERSON, "has no answers of person"),
         ([ANSWER], CAPTION, "answers in words"), ([ANSWER], PERSON, None),
     ],

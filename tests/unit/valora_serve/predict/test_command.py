@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 
@@ -87,7 +88,8 @@ def test_an_interrupted_run_continues(engines, tmp_path, capsys, monkeypatch):
     path = tmp_path / "out" / "predictions.jsonl"
     path.write_bytes(path.read_bytes()[:-5])  # killed while it wrote
     monkeypatch.setattr(Engine, "fails_after", None)
-    assert predict(tmp_path, "--at-once", "1") == 0
+    again = shutil.copytree(tmp_path / "bundle", tmp_path / "downloaded again")
+    assert predict(tmp_path, "--at-once", "1", "--bundle", str(again)) == 0
     assert len(engines[1].asked) == 7
     assert len(rows(tmp_path)) == 10
     assert predict(tmp_path, "--format", "coco") == 0
@@ -95,13 +97,17 @@ def test_an_interrupted_run_continues(engines, tmp_path, capsys, monkeypatch):
     assert len(json.loads((tmp_path / "out" / "coco.json").read_text())["images"]) == 5
 
 
-def test_changed_and_new_files_are_answered_again(engines, tmp_path):
-    assert predict(tmp_path) == 0
+def test_changed_and_new_files_are_answered_again(engines, tmp_path, capsys):
+    out = tmp_path / "in" / "out[" / "b]"  # whose pictures nobody asks about
+    picture(out / "downloads" / "bundle" / "golden.png", 1, (40, 20))
+    more = "--out", str(out), "--format", "yolo"
+    assert predict(tmp_path, *more) == 0
+    assert f"yolo: {out}/yolo" in capsys.readouterr().err
     picture(tmp_path / "in" / "0.png", 50, (80, 20))
     picture(tmp_path / "in" / "more" / "6.png", 6, (40, 20))
-    assert predict(tmp_path) == 0
+    assert predict(tmp_path, *more) == 0
     assert len(engines[1].asked) == 4
-    made = read_predictions(tmp_path / "out" / "predictions.jsonl")
+    made = read_predictions(out / "predictions.jsonl")
     found = {(item.file, item.domain): item for item in made}
     assert len(found) == 12
     assert found["0.png", "person"].width == 80

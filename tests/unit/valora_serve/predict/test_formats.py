@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from pycocotools.coco import COCO
@@ -14,12 +15,13 @@ from valora_serve.errors import SettingsError
 from valora_serve.predict.formats import WRITERS
 from valora_serve.predict.run import Prediction, Results
 from valora_serve.types import ServedModel
+from valora_teachers.yolo import load_ultralytics
 
 SIZE = (200, 100)
 BOXES = {
     ("a.png", "cats"): [("cat", 0.9, [20, 10, 60, 50])],
     ("a.png", "dogs"): [("dog", 0.8, [100, 20, 180, 90]), ("cat", 0.7, [21, 10, 60, 51])],
-    ("b/c.png", "cats"): [],
+    ("b/&+#1.png", "cats"): [],
 }
 
 
@@ -54,7 +56,7 @@ def test_coco_is_read_by_pycocotools(results):
     coco = COCO(str(WRITERS["coco"](results)))
     names = {key: entry["name"] for key, entry in coco.cats.items()}
     assert names == {1: "cats/cat", 2: "dog", 3: "dogs/cat"}
-    assert [image["file_name"] for image in coco.imgs.values()] == ["a.png", "b/c.png"]
+    assert [image["file_name"] for image in coco.imgs.values()] == ["a.png", "b/&+#1.png"]
     found = [coco.anns[key] for key in coco.getAnnIds()]
     assert [(ann["bbox"], ann["score"], names[ann["category_id"]]) for ann in found] == [
         ([20, 10, 40, 40], 0.9, "cats/cat"), ([100, 20, 80, 70], 0.8, "dog"),
@@ -62,25 +64,38 @@ def test_coco_is_read_by_pycocotools(results):
     ]  # fmt: skip
 
 
-def test_yolo_is_a_data_set_to_train_from(results):
-    folder = WRITERS["yolo"](results)
-    labels = ("cats/cat", "dog", "dogs/cat")
-    source = Source("yolo", Task.DETECTION, labels, path=str(folder / "data.yaml"))
-    samples = {sample.id: sample for sample in open_source(source)[None]()}
-    assert set(samples) == {"images/a.png", "images/b/c.png"}
-    found = samples["images/a.png"].answer.boxes
-    assert [(box.label, pytest.approx(box.xyxy)) for box in found] == [
-        ("cats/cat", (20, 10, 60, 50)), ("dog", (100, 20, 180, 90)), ("dogs/cat", (21, 10, 60, 51)),
-    ]  # fmt: skip
+def test_yolo_is_read_by_ultralytics(results):
+    load_ultralytics()
+    from ultralytics.data.dataset import YOLODataset
+    from ultralytics.data.utils import check_det_dataset
+
+    row = asdict(Prediction("b/images/d.png", "cats", "detection", *SIZE, {"detections": []}))
+    picture(results.source / row["file"], 3, SIZE)
+    with (results.out / "predictions.jsonl").open("a") as file:
+        print(json.dumps(row), json.dumps(row | {"file": "a.jpg"}), sep="\n", file=file)
+    (results.out / "yolo").mkdir()
+    (results.out / "yolo" / "images").symlink_to(results.source)  # of an earlier version
+    for _ in range(2):
+        folder = WRITERS["yolo"](results)
+        data = check_det_dataset(str(folder / "data.yaml"))
+        first, *others = YOLODataset(img_path=data["train"], data=data, augment=False).labels
+        found = [data["names"][int(number)] for (number,) in first["cls"]]
+        assert found == ["cats/cat", "dog", "dogs/cat"]
+        assert first["bboxes"][0] == pytest.approx((0.2, 0.3, 0.2, 0.4))
+        assert [Path(one["im_file"]).name for one in others] == ["&+#1.png", "d.png"]
     rows = (folder / "confidences" / "a.txt").read_text().splitlines()
     assert [row.split()[-1] for row in rows] == ["0.900000", "0.800000", "0.700000"]
-    WRITERS["yolo"](results)  # again: the link is there already
+    assert not list(results.source.rglob("*.txt"))
+    picture(results.source / "a.jpg", 3, SIZE)
+    with pytest.raises(SettingsError, match="one label file for"):
+        WRITERS["yolo"](results)
 
 
 def test_label_studio_reads_its_own_shapes(results, tmp_path):
     tasks = json.loads(WRITERS["labelstudio"](results).read_text())
     first = tasks[0]
     assert first["data"] == {"image": "/data/local-files/?d=a.png"}
+    assert tasks[1]["data"] == {"image": "/data/local-files/?d=b/%26%2B%231.png"}
     (guess,) = first["predictions"]
     assert guess["model_version"] == "pets@2"
     kinds = [result["type"] for result in guess["result"]]

@@ -95,6 +95,7 @@ def test_the_manifest_of_kuberay_starts_a_server_that_fits_it():
     images = set()
     for group in (cluster["headGroupSpec"], gpus):
         pod = group["template"]["spec"]
+        assert pod["enableServiceLinks"] is False  # variables of its service are no options
         volumes = {volume["name"] for volume in pod["volumes"]}
         (container,) = pod["containers"]
         images.add(container["image"])

@@ -22,7 +22,7 @@ from valora_serve.errors import SettingsError, StorageError
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.server.access.keys import ROLES, new_key
-from valora_serve.server.settings import ServerSettings
+from valora_serve.server.settings import ServerSettings, existing_folder
 
 if TYPE_CHECKING:
     import uvicorn
@@ -35,10 +35,6 @@ Serve bundles over HTTP: OpenAI's chat and completions endpoints, /v1/vision/DOM
 console at /. Options can also be set in a file (--config) and in environment variables
 (VALORA_PORT=8000). The command line takes precedence over the environment, and the environment
 over the file."""
-_EXTRAS = dict.fromkeys(
-    ("av", "fastapi", "filelock", "httpcore", "prometheus_client", "pydantic",
-     "pydantic_settings", "rich", "uvicorn", "yaml"), "serve",
-) | {"ray": "scale"}  # fmt: skip
 _MORE = """\
 another command:
   valora-serve key NAME [--role admin] [--file FILE]   make an API key"""
@@ -155,8 +151,8 @@ def _prepare(
     from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import check_certificate
     from valora_serve.server.loading import startup
-    from valora_serve.server.loading.served_set import check_folder
     from valora_serve.server.loading.state_file import StateFile, own_state
+    from valora_serve.server.media.reader import MediaReader
     from valora_serve.server.resolving.cache import lock_folder
     from valora_serve.server.resolving.sources import make_resolvers
     from valora_serve.server.samples import Samples
@@ -167,13 +163,13 @@ def _prepare(
     if engine_settings.share_by == "key":
         startup.tell_of_unknown("shares", engine_settings.shares, "key", keys.names)
     check_certificate(settings)
-    Samples(settings)
+    MediaReader(settings), Samples(settings)
     if make_resolvers(settings.adapter_sources):
         lock_folder(Path(settings.adapter_cache)).release()
     if settings.allow_runtime_loading:
         held.enter_context(own_state(Path(settings.state_file)))
     if settings.adapter_folder:
-        check_folder(settings.adapter_folder)
+        existing_folder("adapter_folder", settings.adapter_folder)
         StateFile(settings.state_file).read()
 
 
@@ -199,16 +195,15 @@ def _tell(found: Served, address: str, began: float) -> None:
 
     from valora_serve.server.loading import startup
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)  # names may have brackets
     if not console.is_terminal:
         console.width = 160  # lines in a log file are not wrapped
     console.print(startup.table(found))
     for problem in found.left_out:
-        console.print(f"not served: {problem}", style="yellow", markup=False)
+        console.print(f"not served: {problem}", style="yellow")
     console.print(
         f"{plural(found.examples, 'golden example')} reproduced; ready after "
         f"{time.monotonic() - began:.1f} s at {address} (API: /docs)",
-        markup=False,
         highlight=False,
     )
 
@@ -263,8 +258,10 @@ def _append(file: Path, line: str) -> None:
     content, written = f"{line}\n".encode(), 0
     try:
         file.touch(mode=0o600)
-        with file.open("ab", buffering=0) as opened:
+        with file.open("a+b", buffering=0) as opened:
             size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - 1))
+            content = b"\n" * (opened.read() not in (b"", b"\n")) + content
             written = opened.write(content) or 0
             if written < len(content):
                 opened.truncate(size)
@@ -295,10 +292,10 @@ def main(
         print(f"error: {error}", file=sys.stderr)
         return 1
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        if (name := error.name or "").startswith("valora_"):
             raise
-        print(f"error: {error.name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
+        extra = "scale" if name.partition(".")[0] == "ray" else "serve"
+        print(f"error: {name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

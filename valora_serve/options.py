@@ -166,7 +166,7 @@ def _parsed(name: str, annotation: Any, value: Any) -> Any:
     if isinstance(value, str) and name in PATHS:
         return str(expanded(value))
     if isinstance(value, str) and (nested or origin in (list, tuple, dict)):
-        value = [item.strip() for item in value.split(",") if item]
+        value = [part for item in value.split(",") if (part := item.strip())]
     if isinstance(value, list) and (nested or origin is dict):
         pairs = [str(item).partition("=") for item in value]
         if not all(equals for _, equals, _ in pairs):

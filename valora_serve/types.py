@@ -290,6 +290,11 @@ class ServedModel:
         return self.prompted or not self.prompt or "{}" in self.prompt
 
 
+def short_name(bundle: str | None) -> str:
+    """Name of a bundle without its version; empty for None."""
+    return (bundle or "").partition("@")[0]
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """State of the engine and counters since its start, for metrics and the console."""

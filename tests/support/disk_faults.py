@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 from pathlib import Path
 from unittest import mock
 
@@ -67,3 +68,14 @@ def failing(folder, at=None, error=None):
         stack.enter_context(mock.patch.object(os, "fsync", faults.fsync))
         stack.enter_context(mock.patch.object(os, "open", faults.open))
         yield faults
+
+
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """No file of this process may have more bytes: what is written beyond them fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -40,7 +40,7 @@ from valora_serve.errors import (
     RequestError,
     UnknownModelError,
 )
-from valora_serve.types import MAX_MIXED, MAX_WEIGHT, ServedModel
+from valora_serve.types import MAX_MIXED, MAX_WEIGHT, ServedModel, short_name
 
 CONTEXT_TASK = "context"  # task of contexts
 NAME_LENGTH = 256  # most characters of the name of an adapter or a domain
@@ -321,7 +321,7 @@ class Store:
 
     def check(self, staged: Staged) -> frozenset[str]:
         """Return the names that it replaces, of its own name; or `AdapterError`, if of another."""
-        names, owner = [target.model.name for target in staged.targets], _short(staged.bundle)
+        names, owner = [target.model.name for target in staged.targets], short_name(staged.bundle)
         replaced = frozenset(
             name for name in (self._named if owner else names) if self._owner(name) == owner
         )
@@ -352,8 +352,8 @@ class Store:
         """
         owners = {key: one.model.bundle for key, one in self._named.items()}
         if kind == "bundle":
-            names = {key for key, own in owners.items() if own and name in (own, _short(own))}
-            known = [_short(owner) for owner in owners.values() if owner]
+            names = {key for key, own in owners.items() if own and name in (own, short_name(own))}
+            known = [short_name(owner) for owner in owners.values() if owner]
         else:
             known = [key for key, one in self._named.items()
                      if (one.model.kind == kind if kind == "adapter" else one.context)]  # fmt: skip
@@ -369,12 +369,7 @@ class Store:
     def _owner(self, name: str) -> str:
         """Return the bundle that an adapter or domain belongs to; empty if it is none's."""
         one = self._named.get(name)
-        return _short(one.model.bundle) if one else ""
-
-
-def _short(bundle: str | None) -> str:
-    """Return the name of a bundle without its version."""
-    return (bundle or "").partition("@")[0]
+        return short_name(one.model.bundle) if one else ""
 
 
 def _golden_examples(bundle: Bundle) -> list[dict[str, Any]]:

@@ -88,8 +88,8 @@ class Middleware:
             shown = scope["method"] if scope["method"] in _METHODS else "other"
             if self._metrics is not None:
                 self._metrics.http(pattern, shown, status or 499, seconds)
-            logs.access({
+            logs.ACCESS.info("request", extra={"facts": {
                 "method": scope["method"], "path": path[:LOGGED_PATH], "status": status or 499,
                 "seconds": round(seconds, 4), "client": (scope.get("client") or ("",))[0], **facts,
-            })  # fmt: skip
+            }})  # fmt: skip
             logs.request_id.reset(token)

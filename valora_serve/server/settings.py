@@ -5,9 +5,12 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
+
+from valora_serve.errors import SettingsError
 
 Count = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -220,3 +223,10 @@ class ServerSettings:
         ):  # fmt: skip
             if wrong:
                 raise ValueError(said)
+
+
+def existing_folder(setting: str, folder: str | Path) -> Path:
+    """Return the folder of a setting without links; refused if there is none."""
+    if not Path(folder).is_dir():
+        raise SettingsError(f"{setting} {folder} is no folder: make it, or name another")
+    return Path(folder).resolve()

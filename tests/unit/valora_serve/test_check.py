@@ -47,18 +47,15 @@ def looked(monkeypatch, capsys, *gpus, driver="Module  580.65.06  Release", **se
 @pytest.mark.parametrize(
     ("gpus", "settings", "said"),
     [
-        ([(138, 140)], {}, None),
-        ([(138, 140), (0, 140)], {}, None),  # the server takes the first
+        ([(138, 140)], {}, None), ([(138, 140), (0, 140)], {}, None),  # the first is taken
         ([(0, 140), (138, 140)], {}, "GPU 0: cannot be used (CUDA error: out of memory)"),
         ([(138, 140), (0, 140)], {"tensor_parallel": 2}, "GPU 1: cannot be used"),
         ([(138, 140)], {"tensor_parallel": 2}, "--tensor-parallel is 2"),
-        ([(8, 8)], {}, "needs 13.0 GiB"),
-        ([(26, 140)], {}, "more than is free of 90% of it"),
+        ([(8, 8)], {}, "needs 13.0 GiB"), ([(26, 140)], {}, "more than is free of 90% of it"),
         ([], {}, "no GPU with CUDA_VISIBLE_DEVICES"),
-        ([], {"device": "cpu"}, None),
-        ([], {"driver": ""}, None),
+        *(([], settings, None) for settings in ({"device": "cpu"}, {"driver": ""})),
     ],
-)
+)  # fmt: skip
 def test_gpus(monkeypatch, capsys, gpus, settings, said):
     status, out = looked(monkeypatch, capsys, *gpus, **settings)
     wrong = "".join(line for line in out.splitlines() if line[0] == check.WRONG)
@@ -125,15 +122,13 @@ def make_program(path):
 @pytest.mark.parametrize(
     ("variables", "found"),
     [
-        ({}, False),
-        ({"PATH": "with/bin"}, True),
-        ({"CUDA_HOME": "with"}, True),
-        ({"CUDA_PATH": "with"}, True),
+        ({}, False), ({"PATH": "with/bin"}, True),
+        ({"CUDA_HOME": "with"}, True), ({"CUDA_PATH": "with"}, True),
         ({"CUDA_HOME": "without", "PATH": "with/bin"}, False),  # as FlashInfer
         ({"CUDA_HOME": "without", "FLASHINFER_NVCC": "with/bin/nvcc"}, True),
         ({"FLASHINFER_NVCC": "without/bin/nvcc", "PATH": "with/bin"}, False),
     ],
-)
+)  # fmt: skip
 def test_nvcc(tmp_path, monkeypatch, variables, found):
     make_program(tmp_path / "with/bin/nvcc")
     (tmp_path / "without").mkdir()

@@ -1,15 +1,16 @@
 """The commands `valora-serve` and `valora`, and their parts that need no model."""
 
 import json
-import resource
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from tests.support.disk_faults import files_of_at_most
 from tests.support.fake_engine import ADAPTER, BASE, PERSON
 from valora_serve import cli, commands
 from valora_serve.demo import command as demo
@@ -21,6 +22,7 @@ def test_make_a_key(tmp_path, capsys):
 
     file = tmp_path / "keys"
     assert cli.main(["key", "app", "--file", str(file)]) == 0
+    file.write_text(file.read_text().rstrip())  # as an editor may leave it
     assert cli.main(["key", "ops", "--role", "admin", "--file", str(file)]) == 0
     secrets = [line.split()[-1] for line in capsys.readouterr().err.splitlines()]
     keys = read_keys(file)
@@ -37,12 +39,8 @@ def test_make_a_key(tmp_path, capsys):
 def test_a_key_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, capsys, there):
     file = tmp_path / "keys"
     file.write_text(there)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(there) + 20, before[1]))
-    try:
+    with files_of_at_most(len(there) + 20):
         assert cli.main(["key", "ops", "--file", str(file)]) == 1
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr().err
     assert "could not be written" in said and "key (shown" not in said
     assert file.read_text() == there
@@ -57,10 +55,12 @@ def test_a_key_that_does_not_fit_leaves_the_file_as_it_was(tmp_path, capsys, the
         (["--tensor-parallel", "0"], "tensor_parallel: expected at least 1, got 0"),
         (["--device", "meta"], "device meta cannot be used ("),
         (["--fronts", "2"], "fronts is for replicas: name their number"),
+        (["--adapter-folder", "nowhere"], "adapter_folder nowhere is no folder: make it"),
+        (["--media-folder", "nowhere"], "media_folder nowhere is no folder: make it"),
         (["--context-length", "10"], "context_length is 10: name at least 64 tokens"),
     ],
 )
-def test_gpus_that_cannot_share_a_model_are_refused_in_a_sentence(
+def test_settings_that_cannot_be_served_are_refused_in_a_sentence(
     tmp_path, monkeypatch, capfd, arguments, said
 ):
     monkeypatch.chdir(tmp_path)
@@ -77,6 +77,11 @@ def test_shares_of_adapters_that_are_not_there_are_said(caplog):
         f"shares: there is no adapter {name}, so this has no effect"
         for name in ("adaptor-1", "person")  # a domain, which the shares of its adapter count for
     ]
+
+
+def test_names_are_shown_as_they_are(capsys):
+    cli._tell(startup.Served([replace(PERSON, name="[b]c[/d]")], 0, []), "http://x/", 0.0)
+    assert "[b]c[/d]" in capsys.readouterr().err
 
 
 ROOT = Path(__file__).parents[3]

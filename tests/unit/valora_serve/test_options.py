@@ -65,8 +65,8 @@ def test_types(tmp_path):
     assert (server.deadline_admission, server.max_waiting) == (False, 7)
     assert engine.pages == 100
     _, server, engine, _ = cli.read([
-        "--media-hosts", "a.org,b.org", "--media-hosts", "c.org", "--deadlines", "person=0.5",
-        "--deadlines", "scene=2", "--no-deadline-admission", "--protect-metrics",
+        "--media-hosts", "a.org, b.org,", "--media-hosts", "c.org", "--deadlines", "person=0.5",
+        "--deadlines", "scene=2, ", "--no-deadline-admission", "--protect-metrics",
         "--deadline", "1.5", "--pages", "none", "--no-graphs",
     ])  # fmt: skip
     assert server.media_hosts == ("a.org", "b.org", "c.org")

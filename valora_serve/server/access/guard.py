@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
@@ -155,23 +154,15 @@ class Sites:
 
     def _check_origin(self, headers: Headers, named: str) -> None:
         origin = headers.get("origin")
-        if "*" in self._origins or (origin or "").lower() in self._origins:
+        allowed = {*self._origins, f"http://{named}".lower(), f"https://{named}".lower()}
+        if "*" in allowed or (origin or "").lower() in allowed:
             return
-        foreign = origin is not None and _netloc(origin) != named.lower()
-        if origin is None:
-            foreign = headers.get("sec-fetch-site", "none").lower() in ("cross-site", "same-site")
-        if foreign:
+        fetched = headers.get("sec-fetch-site", "none").lower()
+        if origin is not None or fetched in ("cross-site", "same-site"):
             raise ForbiddenError(
                 f"Pages of {(origin or 'another site')[:100]!a} may not send requests here: name "
                 "the origin in allowed_origins, or use API keys"
             )
-
-
-def _netloc(origin: str) -> str | None:
-    with contextlib.suppress(ValueError):
-        parts = urlsplit(origin)
-        return parts.netloc.lower() if parts.scheme in ("http", "https") else None
-    return None
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

@@ -32,7 +32,7 @@ from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.service import Ticket, domain_of
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry.logs import new_id
-from valora_serve.types import Output, SamplingParams, ServedModel
+from valora_serve.types import Output, SamplingParams, ServedModel, short_name
 
 K = TypeVar("K", bound=schema.VisionRequest)
 _FORM = "multipart/form-data"
@@ -179,7 +179,7 @@ def bundles_of(context: ServerContext) -> dict[str, list[ServedModel]]:
     domains = [model for model in context.service.models() if model.kind == "domain"]
     found: dict[str, list[ServedModel]] = {}
     for model in domains:
-        for name in {model.bundle, (model.bundle or "").partition("@")[0]} - {None, ""}:
+        for name in {model.bundle, short_name(model.bundle)} - {None, ""}:
             found.setdefault(str(name), []).append(model)
     return {name: found[name] for name in found.keys() - {model.name for model in domains}}
 

@@ -22,8 +22,9 @@ from valora_serve import errors
 from valora_serve.server.loading.state_file import KINDS, SavedState, StateFile, check_content
 from valora_serve.server.resolving.cache import Entry
 from valora_serve.server.resolving.sources import FETCHED, leads_inside
+from valora_serve.server.settings import existing_folder
 from valora_serve.server.telemetry import logs
-from valora_serve.types import EngineClient, NewContext, ServedModel
+from valora_serve.types import EngineClient, NewContext, ServedModel, short_name
 
 Make = Callable[[], Awaitable[None]]  # what serves something new, in place of loading it
 CONTEXTS = "contexts"  # folder of the contexts made at run time, in the adapter folder
@@ -41,7 +42,7 @@ class ServedSet:
         replay: Callable[[Path], Awaitable[int]] | None = None,
     ) -> None:  # fmt: skip
         self._engine, self._file, self.replay = engine, file, replay
-        self._folder = check_folder(folder) if folder else None
+        self._folder = existing_folder("adapter_folder", folder) if folder else None
         self.state = SavedState()  # what was loaded and unloaded at run time
         self._given: dict[str, Path] = {}  # bundles of the command line
         self._lock = asyncio.Lock()
@@ -70,7 +71,7 @@ class ServedSet:
 
     def _reserve_served(self) -> None:
         models = [model for model in self._engine.models() if model.name not in self.found]
-        bundles = {_short(model.bundle) for model in models if model.bundle}
+        bundles = {short_name(model.bundle) for model in models if model.bundle}
         names = [model.name for model in models], bundles, [f"{one}/" for one in bundles]
         self.reserve(chain(*names, *self.state.reserved.values()))
 
@@ -198,7 +199,7 @@ class ServedSet:
             raise
         self._reserve_served()
         await self._serve_waiting()
-        own = (lambda one: _short(one.bundle)) if kind == "bundle" else (lambda one: one.name)
+        own = (lambda one: short_name(one.bundle)) if kind == "bundle" else (lambda one: one.name)
         return [one for one in self._engine.models() if own(one) == name]
 
     def _unrecorded(
@@ -333,8 +334,8 @@ class ServedSet:
         """Unload a bundle with its domains."""
         async with self._alone() as new:
             known = {model.bundle for model in self._engine.models() if model.bundle}
-            short = _short(name)
-            if name not in {*known, *map(_short, known), *new.bundles}:
+            short = short_name(name)
+            if name not in {*known, *map(short_name, known), *new.bundles}:
                 await self._engine.unload("bundle", name)  # says what is wrong with the name
             if new.bundles.pop(short, None) is None and short not in new.unloaded:
                 new.unloaded.append(short)
@@ -366,7 +367,8 @@ class ServedSet:
             if model.bundle:
                 root = Path(model.root)  # of an adapter, its own folder
                 inside = (p for p in root.parents if (p / MANIFEST).is_file())
-                found[_short(model.bundle)] = root if model.kind == "domain" else next(inside, root)
+                folder = root if model.kind == "domain" else next(inside, root)
+                found[short_name(model.bundle)] = folder
         return found
 
     def _checked(self, kind: str, path: str) -> Path:
@@ -391,15 +393,6 @@ class ServedSet:
         return folder
 
 
-def check_folder(folder: str | Path) -> Path:
-    """Return the folder of adapters without links; refused if there is none."""
-    if not Path(folder).is_dir():
-        raise errors.SettingsError(
-            f"adapter_folder {folder} is no folder: make it, or name another"
-        )
-    return Path(folder).resolve()
-
-
 def bundle_names(folder: Path) -> list[str]:
     """Return a bundle's name, it with a slash for all that begin so, and those of its domains."""
     try:
@@ -407,11 +400,6 @@ def bundle_names(folder: Path) -> list[str]:
     except BundleError as error:
         raise errors.AdapterError(str(error)) from error
     return [manifest["name"], f"{manifest['name']}/", *manifest["domains"]]
-
-
-def _short(bundle: str | None) -> str:
-    """Return the name of a bundle without its version."""
-    return (bundle or "").partition("@")[0]
 
 
 def _is_among(name: str, names: Collection[str]) -> bool:

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, core_schema
 from valora_data.contract.files import UnreadableError, open_regular
 from valora_serve.errors import ImageError
 from valora_serve.server.bodies import LARGE_BYTES
-from valora_serve.server.settings import ServerSettings
+from valora_serve.server.settings import ServerSettings, existing_folder
 
 MAX_REDIRECTS = 3
 _DATA_URL = re.compile(r"data:[^,]{0,1000}; *base64 *,", re.IGNORECASE)
@@ -77,10 +77,7 @@ class Fetcher:
         self._settings = settings
         self._threads = threads
         named = settings.media_folder
-        if named is not None and not Path(named).is_dir():
-            said = f"media_folder {named} is no folder: make it, or leave the setting out"
-            raise ImageError(said)
-        self._folder = None if named is None else Path(named).resolve()
+        self._folder = None if named is None else existing_folder("media_folder", named)
         self._hosts = {_named_host(name) for name in settings.media_hosts}
         self._pool: httpcore.AsyncConnectionPool | None = None
 

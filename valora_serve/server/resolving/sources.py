@@ -21,6 +21,7 @@ from valora_data.contract.files import UnreadableError, expanded, open_regular
 from valora_data.registry import Registry
 from valora_data.wording import first_line
 from valora_serve.errors import AdapterError, SettingsError, pickle_error
+from valora_serve.server.settings import existing_folder
 
 Look = Callable[[str], tuple[int | None, object] | None]
 """Returns the size of a file, and what changes with its content."""
@@ -156,10 +157,7 @@ class FolderResolver(Resolver):
     def __init__(self, scheme: str, location: str) -> None:
         super().__init__(scheme, location)
         self._root = expanded(location).absolute()
-        if not self._root.is_dir():
-            raise SettingsError(
-                f"adapter_sources: {location} is no folder: make it, or name another"
-            )
+        existing_folder("adapter_sources", self._root)
 
     def find(self, name: str) -> Found | None:
 

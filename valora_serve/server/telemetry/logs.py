@@ -9,7 +9,6 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any, TextIO
 
 LOG = logging.getLogger("valora_serve")
@@ -68,9 +67,3 @@ def set_up(level: str, form: str) -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
-
-
-def access(facts: Mapping[str, Any]) -> None:
-    """Log an HTTP request."""
-    if ACCESS.isEnabledFor(logging.INFO):
-        ACCESS.info("request", extra={"facts": dict(facts)})

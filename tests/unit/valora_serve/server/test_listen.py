@@ -102,12 +102,10 @@ def test_certificates(tmp_path):
         answer = httpx.get(f"https://127.0.0.1:{server.port}/health", verify=context)
         assert answer.status_code == 200
     for cert, key, said in (
-        ("c.pem", "a.key", "No such file"),
-        ("a.pem", "c.key", "No such file"),
-        ("a.pem", "b.key", "belong together"),
-        ("text", "a.key", "no certificate"),
+        ("c.pem", "a.key", "No such file"), ("a.pem", "c.key", "No such file"),
+        ("a.pem", "b.key", "belong together"), ("text", "a.key", "no certificate"),
         ("a.pem", "locked.key", "without a password"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(SettingsError, match=said):
             check(cert, key)
 

@@ -62,7 +62,7 @@ def test_the_address_that_counts_is_the_last_one_that_is_no_trusted_proxy(
     monkeypatch, trusted, forwarded, counted
 ):
     logged = []
-    monkeypatch.setattr(logs, "access", logged.append)
+    monkeypatch.setattr(logs.ACCESS, "info", lambda _, extra: logged.append(extra["facts"]))
     with serving(rate=1, burst=1, trusted_proxies=tuple(trusted)) as server:
 
         def status(*more):

@@ -166,12 +166,10 @@ def test_a_model_that_is_unloaded_before_the_engine_looks_is_told_without_others
 @pytest.mark.parametrize(
     ("line", "models"),
     [
-        ("app user {}", ()),
-        ("app user {}   cars-* d@*  # both", ("cars-*", "d@*")),
+        ("app user {}", ()), ("app user {}   cars-* d@*  # both", ("cars-*", "d@*")),
         ("ops admin {}", ()),
-        ("ops admin {} cars-*", None),
-        ("app user cars-* {}", None), ("name", None), ("name user abc", None),
-        ("name root {}", None), ("sk-valora-x", None),
+        *((line, None) for line in ("ops admin {} cars-*", "app user cars-* {}", "name",
+                                    "name user abc", "name root {}", "sk-valora-x")),
     ],
 )  # fmt: skip
 def test_lines_of_keys_files(tmp_path, line, models):

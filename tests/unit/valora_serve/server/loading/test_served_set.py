@@ -12,7 +12,7 @@ import pytest
 from tests.support.disk_faults import failing
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import ADMIN, adapter, bundle, loading, serving, until
-from valora_serve.errors import AdapterError, SettingsError
+from valora_serve.errors import AdapterError
 from valora_serve.server.loading import startup
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.loading.state_file import StateFile
@@ -211,11 +211,6 @@ def test_hashes_of_a_run_with_replicas_do_not_outlive_a_load(place):
     assert "is not the one that other machines have" in run(served.restore())[0]
     run(served.load_adapter("mine", "good", replace=False))
     assert after_restart(place) == roots(engine)
-
-
-def test_a_missing_folder_is_said(tmp_path):
-    with pytest.raises(SettingsError, match="adapter_folder"):
-        ServedSet(FakeEngine(), tmp_path / "none", StateFile(tmp_path / "s.json"))
 
 
 def test_the_answer_of_a_full_disk_and_of_a_lost_folder(place):

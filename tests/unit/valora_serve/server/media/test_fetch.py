@@ -236,9 +236,9 @@ def test_answers_that_are_no_image_in_time(site, path, limits, said):
         "http://" + "ä" * 100 + ".example/", "http://localhost/" + "a" * 70_000, "http://xn--a/",
     ],
 )  # fmt: skip
-def test_odd_urls(url):
+def test_odd_urls(url, tmp_path):
     with pytest.raises(ImageError):
-        read(url, media_hosts=("localhost",), media_folder="/nowhere/else")
+        read(url, media_hosts=("localhost",), media_folder=str(tmp_path))
 
 
 def test_no_key_or_cookie_is_sent(website, site):

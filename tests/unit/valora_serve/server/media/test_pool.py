@@ -1,9 +1,7 @@
 """Processes that decode: they may be killed, crash, hang or be left alone at any time."""
 
 import asyncio
-import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +13,7 @@ import pytest
 from PIL import Image
 
 from tests.support.cases import others_slow
+from tests.support.disk_faults import files_of_at_most
 from tests.support.http_helpers import PNG, encoded, picture, until
 from tests.support.media_files import scans
 from valora_serve.errors import ImageError, OverloadedError, ServeError
@@ -177,24 +176,21 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("how", others_slow([signal.SIGKILL], ENDS))
 def test_processes_end_with_the_server(how):
-    server = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    pids = [int(pid) for pid in server.stdout.readline().split()]
-    assert len(pids) == 2
-    for pid in pids:
-        names = {str(f.readlink()) for f in Path(f"/proc/{pid}/fd").iterdir() if f.is_symlink()}
-        assert not any("socket" in name for name in names), names
-    if how is None:
-        server.stdin.close()
-    else:
-        server.send_signal(how)
-    server.wait(30)
-    until(lambda: not any(alive(pid) for pid in pids))
-    server.stdout.close()
-    with contextlib.suppress(OSError):
-        server.stdin.close()
+    ) as server:  # fmt: skip
+        pids = [int(pid) for pid in server.stdout.readline().split()]
+        assert len(pids) == 2
+        for pid in pids:
+            names = {str(f.readlink()) for f in Path(f"/proc/{pid}/fd").iterdir() if f.is_symlink()}
+            assert not any("socket" in name for name in names), names
+        if how is None:
+            server.stdin.close()
+        else:
+            server.send_signal(how)
+        server.wait(30)
+        until(lambda: not any(alive(pid) for pid in pids))
 
 
 def alive(pid):
@@ -225,12 +221,8 @@ def test_time_of_a_requests_images_is_limited_together(slow):
 
 def test_a_file_that_is_held_in_part_is_not_called_damaged(pool):
     content = encoded(picture(), "PNG")
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
-    try:
+    with files_of_at_most(16):
         (found,) = decoded(pool, job(content))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert isinstance(found, OverloadedError)
     (image,) = decoded(pool, job(content))[0]
     assert image.size == picture().size

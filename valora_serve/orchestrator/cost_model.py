@@ -239,17 +239,21 @@ class CostModel:
             if version != VERSION:
                 raise CostModelError(f"{path} has version {version}, expected {VERSION}; {again}")
             for name, terms in _TERMS.items():
-                content[name] = [float(content[name][term]) for term in terms]
+                content[name] = [content[name][term] for term in terms]
             lists = {
-                name: tuple(value) for name, value in content.items() if isinstance(value, list)
-            }
+                name: tuple(map(type(like[0]), content[name]))
+                for name, like in asdict(H200_7B).items() if isinstance(like, tuple)
+            }  # fmt: skip
             model = CostModel(**content | lists)
             costs = [*chain(*lists.values()), model.unmerge_seconds, model.uncaptured_seconds]
-            wrong = not all(0 <= cost < math.inf for cost in costs)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            wrong = not all(math.isfinite(cost) and cost >= 0 for cost in costs)
+            steps = StepShape(decode=1, kv_tokens=1), StepShape(prefill=1, pairs=1)
+            wrong |= not all((*map(model.step, steps), model.load(1), model.switch(None, "")))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+                RecursionError) as error:  # fmt: skip
             raise CostModelError(f"{path} is not a file of costs ({error}); {again}") from error
         if wrong:
-            raise CostModelError(f"{path} has a negative or infinite cost; {again}")
+            raise CostModelError(f"{path} has a negative or infinite cost, or a free step; {again}")
         return model
 
 
@@ -264,11 +268,11 @@ def cache_path(folder: Path, machine: str, model: str) -> Path:
 
 def load_or_estimate(folder: Path, machine: str, model: str) -> CostModel:
     """Read the cached costs of a model on a machine; the estimate for an H200 if there are none."""
-    path = cache_path(folder, machine, model)
     try:
-        return CostModel.read(path) if path.exists() else H200_7B
-    except (CostModelError, PermissionError) as error:
-        log.warning("costs are estimates until they are measured again: %s", error)
+        return CostModel.read(cache_path(folder, machine, model))
+    except CostModelError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            log.warning("costs are estimates until they are measured again: %s", error)
         return H200_7B
 
 

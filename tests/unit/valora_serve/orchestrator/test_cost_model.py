@@ -1,6 +1,7 @@
 """Counts of a batch by hand, fits against the coefficients that made the points."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -137,15 +138,19 @@ def test_saved_and_read_again(tmp_path):
     assert path == cache_path(tmp_path, "GPU 1", "x/y 7B")
     assert CostModel.read(path) == fitted
     assert load_or_estimate(tmp_path, "GPU 1", "x/y 7B") == fitted
-    assert load_or_estimate(tmp_path, "GPU 2", "x/y 7B") is H200_7B
+    assert load_or_estimate(tmp_path, "GPU 2", "x/y 7B" * 60) is H200_7B  # no such name can be
     assert not H200_7B.measured
 
 
 def test_damaged_files_and_those_of_other_versions_are_measured_anew(tmp_path, caplog):
     path = H200_7B.save(tmp_path)
     good = json.loads(path.read_text())
-    changes = ({"version": 99}, {"unmerge_seconds": -1}, {"decode_seconds": {}})
-    for damage in ("{", "[]", *(json.dumps(good | change) for change in changes)):
+    changes = (
+        {"version": 99}, {"unmerge_seconds": -1}, {"decode_seconds": {}}, {"merge_seconds": [1.0]},
+        {"load_seconds": 10**400}, {"captured_rows": ["x"]}, {"uncaptured_seconds": math.nan},
+        {"load_seconds": [0, 0]}, {"decode_seconds": dict.fromkeys(good["decode_seconds"], 0)},
+    )  # fmt: skip
+    for damage in ("{", "[" * 9999, "[]", *(json.dumps(good | change) for change in changes)):
         path.write_text(damage)
         with pytest.raises(CostModelError, match=r"costs\.json.*delete it"):
             CostModel.read(path)

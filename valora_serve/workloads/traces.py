@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack
 
@@ -87,7 +87,6 @@ def _workload(
     )
     names = tuple(f"adapter-{i + 1}" for i in range(adapters))
     all_ranks = tuple(ranks[i % len(ranks)] for i in range(adapters))
-    arrival = np.asarray(arrival, dtype=np.float64)
     return Workload(names, all_ranks, arrival, chosen, prompt, output, images, np.full(n, np.nan))
 
 
@@ -103,7 +102,7 @@ def _choose(
     if adapters == 1 and skew < 1:
         raise TraceError(f"Skewness {skew:g} needs at least 2 adapters, got 1.")
     others = rng.integers(1, max(2, adapters), n, dtype=np.int32)
-    return np.where(rng.random(n) < skew, 0, others).astype(np.int32)
+    return np.where(rng.random(n) < skew, 0, others)
 
 
 def _arrivals(
@@ -122,22 +121,16 @@ def _arrivals(
     return times[times < duration]
 
 
-def _lengths(
-    rng: np.random.Generator, within: tuple[int, int], n: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    first, second = (rng.integers(within[0], within[1] + 1, n, dtype=np.int32) for _ in "po")
-    return first, second
-
-
-def _rng(mix: Mix) -> np.random.Generator:
-    return np.random.default_rng(mix.get("seed", 0))
+def _lengths(rng: np.random.Generator, within: tuple[int, int], n: int) -> NDArray[np.int32]:
+    """Draw tokens of prompts, and of outputs: [2, n]."""
+    return rng.integers(within[0], within[1] + 1, (2, n), dtype=np.int32)
 
 
 def poisson(
     rate: float, duration: float, *, prompt: int = 256, output: int = 200, **mix: Unpack[Mix]
 ) -> Workload:
     """Generate text requests of equal length with Poisson arrivals for `duration` seconds."""
-    rng = _rng(mix)
+    rng = np.random.default_rng(mix.get("seed", 0))
     return _workload(rng, _arrivals(rng, rate, duration), prompt, output, **mix)
 
 
@@ -147,7 +140,7 @@ def retrieval(rate: float, duration: float, **mix: Unpack[Mix]) -> Workload:
     Each request has one image of 256 tokens, a question of 8 to 64 tokens and an answer of 150 to
     250 tokens (the paper: 256 input and more than 200 output tokens); otherwise as `poisson`.
     """
-    rng = _rng(mix)
+    rng = np.random.default_rng(mix.get("seed", 0))
     arrival = _arrivals(rng, rate, duration)
     n = len(arrival)
     prompt = FRAME_TOKENS + rng.integers(8, 65, n)
@@ -164,7 +157,7 @@ def video(streams: int, duration: float, *, heads: bool = True, **mix: Unpack[Mi
     """
     if streams < 1:
         raise TraceError(f"Video analytics needs at least 1 stream, got {streams}.")
-    rng = _rng(mix)
+    rng = np.random.default_rng(mix.get("seed", 0))
     start = rng.random(streams)
     chunks = np.arange(max(0, math.floor(duration)))
     arrival = np.repeat((start[:, None] + chunks[None, :]).ravel(), 2)
@@ -202,7 +195,6 @@ def slora(
     n = len(arrival)
     # The cumulative distribution at i/n is (i/n)^α, so its inverse at u is n·u^(1/α).
     chosen = np.minimum(adapters - 1, (adapters * rng.random(n) ** (1 / alpha)).astype(np.int32))
-    chosen = chosen.astype(np.int32)
     prompt, output = _lengths(rng, lengths, n)
     return _workload(rng, arrival, prompt, output, chosen=chosen, adapters=adapters, ranks=ranks)
 
@@ -211,7 +203,7 @@ def at_once(
     requests: int = 400, *, lengths: tuple[int, int] = (8, 512), **mix: Unpack[Mix]
 ) -> Workload:
     """Generate a saturated system: all arrive at once, with lengths as in S-LoRA's Table 2."""
-    rng = _rng(mix)
+    rng = np.random.default_rng(mix.get("seed", 0))
     return _workload(rng, np.zeros(requests), *_lengths(rng, lengths, requests), **mix)
 
 
@@ -233,13 +225,14 @@ def generate(make: Callable[..., Workload], options: Mapping[str, Any]) -> Workl
 
 
 def _seconds(value: Any) -> float:
+    """A number as it is; a date and time in seconds, in UTC unless it says otherwise."""
     try:
         return float(value)
+    except OverflowError:
+        return math.inf
     except (TypeError, ValueError):
-        return datetime.fromisoformat(str(value).strip()).timestamp()
-
-
-_Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0, allow_inf_nan=False)]
+        date = datetime.fromisoformat(str(value).strip())
+        return (date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp()
 
 
 class _Line(BaseModel):
@@ -247,7 +240,9 @@ class _Line(BaseModel):
 
     model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
-    arrival: _Seconds = Field(validation_alias=AliasChoices("arrival", "timestamp", "time"))
+    arrival: Annotated[float, BeforeValidator(_seconds)] = Field(
+        ge=0, allow_inf_nan=False, validation_alias=AliasChoices("arrival", "timestamp", "time")
+    )
     prompt: int = Field(ge=1, lt=2**31, validation_alias=AliasChoices(
         "prompt", "contexttokens", "input", "prompt_tokens", "input_length"))  # fmt: skip
     output: int = Field(ge=0, lt=2**31, validation_alias=AliasChoices(
@@ -255,25 +250,21 @@ class _Line(BaseModel):
     adapter: str | None = None
     rank: int = Field(64, ge=1, lt=2**31)
     images: int = Field(0, ge=0, lt=2**31)
-    latency_limit: _Seconds | None = None
-
-
-class _Row(_Line):
-    model_config = ConfigDict(extra="ignore")
+    latency_limit: float | None = Field(None, gt=0, allow_inf_nan=False)
 
 
 def _lines(path: Path, *, table: bool = False) -> list[tuple[str, _Line]]:
     """The requests of a file, JSON lines or a CSV table, each with its place; or a TraceError."""
     found: list[tuple[str, _Line]] = []
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             rows = csv.DictReader(file)
             numbered: Iterable[tuple[int, Any]] = enumerate(rows if table else file, 1)
             for number, row in numbered:
                 where = f"{path}, line {rows.line_num if table else number}"
                 if table:
                     named = {str(name).strip().lower(): value for name, value in row.items()}
-                    found.append((where, _Row.model_validate(named)))
+                    found.append((where, _Line.model_validate(named, extra="ignore")))
                 elif row.strip():
                     found.append((where, _Line.model_validate_json(row)))
     except ValidationError as error:
@@ -294,12 +285,12 @@ def azure(path: Path, *, rate: float | None = None, **mix: Unpack[Mix]) -> Workl
     and the generated tokens (``TIMESTAMP,ContextTokens,GeneratedTokens``). With `rate`, as many
     requests per second are kept on average, sampled at random (VaLoRA §6.1).
     """
-    rng = _rng(mix)
+    rng = np.random.default_rng(mix.get("seed", 0))
     rows = [(one.arrival, one.prompt, one.output) for _, one in _lines(path, table=True)]
     table = np.array(sorted(rows))
-    if rate is not None:
-        span = float(table[-1, 0] - table[0, 0])
-        there = len(table) / span if span else math.inf
+    span = float(table[-1, 0] - table[0, 0])
+    if rate is not None and span:  # of requests that all come at once there is no rate
+        there = len(table) / span
         if there < rate:
             raise TraceError(f"{path} has {there:.3g} requests per second: lower the rate.")
         table = table[rng.random(len(table)) < rate / there]

@@ -117,7 +117,8 @@ GOOD = {"arrival": 1.0, "adapter": "a", "prompt": 5, "output": 2}
             (json.dumps({"arrival": 1.0, "prompt": 3}), "output: Field req"),
             (json.dumps({**GOOD, "arrival": -1}), "arrival: Input should be greater than or eq"),
             (json.dumps({**GOOD, "prompt": 0}), "prompt: Input should be greater than or equal"),
-            (json.dumps({**GOOD, "latency_limit": "soon"}), "latency_limit: Value error"),
+            (json.dumps({**GOOD, "arrival": 10**400}), "arrival: Input should be a finite number"),
+            (json.dumps({**GOOD, "latency_limit": 0}), "latency_limit: Input should be greater"),
             (json.dumps({**GOOD, "rank": 8}), "a has rank 8, but 64 above"),
             (json.dumps({**GOOD, "colour": 1}), "colour: Extra inputs are not permitted"),
         )),
@@ -133,3 +134,9 @@ def test_damaged_lines_are_named(tmp_path, text, says):
     with pytest.raises(TraceError) as error:
         (traces.read if text.startswith("{") else traces.azure)(path)
     assert says in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_table_of_one_moment_is_taken_whole(tmp_path):
+    path, times = tmp_path / "t.csv", ("2023-11-05 00:30", "2023-11-05T00:30:00.0000001Z")
+    path.write_text("\ufefftime,input,output\n" + "".join(f"{one},5,2\n" for one in times))
+    assert traces.azure(path, rate=10).arrival.tolist() == [0.0, 0.0]

@@ -32,12 +32,10 @@ class EarlyAbort:
         self._admitted_at: dict[str, float] = {}
         self._ended: list[float] = []  # when those were admitted that have ended since
 
-    def __call__(
-        self, view: View, arrived: int
-    ) -> tuple[Sequence[RequestView], tuple[tuple[str, str], ...]]:
+    def __call__(self, view: View) -> tuple[Sequence[RequestView], tuple[tuple[str, str], ...]]:
         """The requests to keep, in order of admission, and the ids to abort with reasons."""
         now, settings = view.now, self._settings
-        self._measure(view, arrived)
+        self._measure(view)
         preempted, keep, abort = [], [], []
         for request in view.waiting:
             if request.served is not None:
@@ -54,9 +52,9 @@ class EarlyAbort:
             keep.reverse()
         return preempted + keep, tuple(abort)
 
-    def _measure(self, view: View, arrived: int) -> None:
+    def _measure(self, view: View) -> None:
         now = view.now
-        self._arrived += arrived
+        self._arrived += len(view.arrived)
         for request in view.running:
             if not request.prompt_left and request.id in self._admitted_at:
                 self._note_prefill(now - self._admitted_at.pop(request.id))

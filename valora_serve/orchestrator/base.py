@@ -57,7 +57,7 @@ class BasePolicy:
         waiting = view.waiting
         abort: tuple[tuple[str, str], ...] = ()
         if self._early_abort is not None:
-            waiting, abort = self._early_abort(view, len(view.arrived))
+            waiting, abort = self._early_abort(view)
         if abort:  # no pages are reserved and no adapters loaded for them
             gone = {request_id for request_id, _ in abort}
             view = replace(view, waiting=[r for r in view.waiting if r.id not in gone])

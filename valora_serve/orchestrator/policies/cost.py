@@ -143,7 +143,7 @@ class CostPolicy(BasePolicy):
         if not in_order:
             ready = sorted(ready, key=attrgetter("prompt_left"))
         prefilling = load.coming.all
-        room = view.limits.max_tokens - load.rows.all
+        room = max(1, view.limits.max_tokens - load.rows.all)  # no less, as not all rows may run
         for request in ready:
             if load.prompt.all >= room:
                 break
@@ -236,6 +236,8 @@ class CostPolicy(BasePolicy):
     def _weights(self, view: View, load: _Load) -> tuple[str | None, str]:
         if not load.groups:
             return view.merged, "nothing to compute"
+        kept = self._ranks.keys() & {view.merged, *self._regrets}
+        self._ranks = {a: self._ranks[a] for a in kept}
         self._ranks.update((a, g.rank) for a, g in load.groups.items())
         rows = load.rows.all + load.coming.all
         steps = min(HORIZON, load.remaining / max(1, rows))

@@ -84,7 +84,7 @@ class ValoraPolicy(BasePolicy):
         if (
             current is not None
             and current != best
-            and counts[current] > size / 2 - slack
+            and counts[current] > max(0, size / 2 - slack)
             and count <= counts[current] + slack
         ):
             return current

@@ -247,24 +247,13 @@ def test_special_tokens_in_texts_are_text(family, base):
 
 def test_a_video_is_so_many_images_where_there_are_no_videos(tmp_path):
     base = str(CHECKPOINTS["llava"](tmp_path / "llava", seed=4))
-    frames = [noise(40, 32, n) for n in range(3)]
-    picture = noise(20, 50, 9)
-    greedy = SamplingParams(max_tokens=8)
-    parts = [{"type": "text", "text": "Watch"}, {"type": "video"}, {"type": "image"}]
-    images = [parts[0], *[{"type": "image"}] * 4]
-    asked = Request(
-        "video",
-        messages=[{"role": "user", "content": parts}],
-        images=[picture],
-        videos=[frames],
-        sampling=greedy,
-    )
-    same = Request(
-        "images",
-        messages=[{"role": "user", "content": images}],
-        images=[*frames, picture],
-        sampling=greedy,
-    )
-    engine = make_engine(base)
-    found = run(engine, [asked])
-    assert found["video"].tokens == Reference(base, {})(same).tokens
+    frames, picture = [noise(40, 32, n) for n in range(3)], noise(20, 50, 9)
+
+    def asked(kinds, **media):
+        parts = [{"type": "text", "text": "Watch"}, *({"type": kind} for kind in kinds)]
+        messages = [{"role": "user", "content": parts}]
+        return Request("x", messages=messages, sampling=SamplingParams(max_tokens=8), **media)
+
+    found = run(make_engine(base), [asked(["video", "image"], images=[picture], videos=[frames])])
+    same = asked(["image"] * 4, images=[*frames, picture])
+    assert found["x"].tokens == Reference(base, {})(same).tokens

@@ -231,31 +231,27 @@ def test_attention_is_that_of_plain_torch(steps, kind):
             torch.testing.assert_close(one[1:], two[1:])  # page 0 takes the rows that pad a step
 
 
-def test_decoding_rows_have_a_kernel_of_their_own(device):
-    """Three sequences of one row, then two with more; the last one of one row comes too late."""
-    backend = FlashInferBackend(empty_cache(32))
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
+def test_decoding_rows_have_a_kernel_of_their_own(monkeypatch, capability):
+    """Three sequences of one row, then two with more; the last one of one row comes too late.
+
+    Captured steps have that kernel where many rows decode.
+    """
+    device, hopper = replaced(monkeypatch, capability), capability == (9, 0)
+    backend, prompts = FlashInferBackend(empty_cache(32, KV_HEADS)), f"prefill fa{2 + hopper}"
     starts = np.array([0, 1, 2, 3, 9, 14, 15], np.int32)
     rows = Rows(starts, np.array([9, 3, 5, 6, 8, 2], np.int32), [[i + 1, i + 8, i + 15]
                 for i in range(6)])  # fmt: skip
-    x = torch.zeros(15, HEADS, WIDTH)
-    backend.plan(rows).run(0, x, x[:, :KV_HEADS], x[:, :KV_HEADS], 1.0)
-    device.finish()
-    assert device.computed == [("decode", [0, 3, 4, 6]), ("prefill fa3", [0, 6, 11, 12])]
-
-
-@pytest.mark.parametrize("capability", [(9, 0), (8, 0)])
-def test_captured_steps_have_a_decode_kernel_where_many_rows_decode(monkeypatch, capability):
-    device, hopper = replaced(monkeypatch, capability), capability == (9, 0)
-    backend = FlashInferBackend(empty_cache(32, KV_HEADS))
-    assert (backend.crowd(4) is not None) == hopper
-    prompts = "prefill fa3" if hopper else "prefill fa2"
-    kinds = {"mixed_plan": [prompts]} | ({"crowded_plan": ["decode", prompts]} if hopper else {})
-    rows = Rows(np.array([0, 1, 4], np.int32), np.array([9, 3], np.int32), [[1, 2, 3], [4]])
     x = torch.zeros(16, KV_HEADS, WIDTH)
-    for kind, expected in kinds.items():
+    backend.plan(rows).run(0, x[:15], x[:15], x[:15], 1.0)
+    device.finish()
+    eager = prompts if hopper else "prefill auto"
+    assert device.computed == [("decode", [0, 3, 4, 6]), (eager, [0, 6, 11, 12])]
+    assert (backend.crowd(6) is not None) == hopper
+    for kind in ("mixed_plan", "crowded_plan")[: 1 + hopper]:
         device.computed.clear()
-        plan = getattr(backend, kind)(4, 16)
+        plan = getattr(backend, kind)(6, 16)
         plan.update(rows)
         plan.run(0, x, x, x, 1.0)
         device.finish()
-        assert [name for name, _ in device.computed] == expected
+        assert [name for name, _ in device.computed] == ["decode", prompts][kind == "mixed_plan" :]

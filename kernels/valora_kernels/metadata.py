@@ -87,30 +87,19 @@ def group_rows(
     own = key[runs]
     firsts = np.concatenate([own[:1] != 0, own[1:] != own[:-1]]).nonzero()[0]
     owners = index[runs[firsts]]
-    scale = scale[runs]
-    starts = np.empty(len(firsts) + 1, dtype=np.int32)
-    if counts is None:
-        used, order = len(index), runs
-        starts[:-1] = firsts
-    else:
-        lengths = np.asarray(counts, dtype=np.int64)
-        if lengths.shape != key.shape or lengths.min(initial=1) < 1:
-            raise ValueError(
-                f"counts: expected {len(key)} numbers of rows from 1 on, got {lengths.tolist()}"
-            )
-        first = np.cumsum(lengths) - lengths
-        used = int(lengths.sum())
-        held = lengths[runs]
-        starts[:-1] = (np.cumsum(held) - held)[firsts]
-        order, base = _rows_of(first[runs], held), _rows_of(first[base], lengths[base])
-        scale = np.repeat(scale, held, axis=0)
-    starts[-1] = len(order)
-    if rows is None:
-        rows = used
-    elif rows != used:
-        if rows < used:
-            raise ValueError(f"rows: expected at least the {used} of the runs, got {rows}")
-        base = np.concatenate([base, np.arange(used, rows)])
+    lengths = np.ones(key.shape, np.int64) if counts is None else np.asarray(counts, np.int64)
+    if lengths.shape != key.shape or lengths.min(initial=1) < 1:
+        raise ValueError(
+            f"counts: expected {len(key)} numbers of rows from 1 on, got {lengths.tolist()}"
+        )
+    first = np.cumsum(lengths) - lengths
+    used, held = int(lengths.sum()), lengths[runs]
+    order, base = _rows_of(first[runs], held), _rows_of(first[base], lengths[base])
+    starts = np.append((np.cumsum(held) - held)[firsts], len(order)).astype(np.int32)
+    rows = used if rows is None else rows
+    if rows < used:
+        raise ValueError(f"rows: expected at least the {used} of the runs, got {rows}")
+    base = np.concatenate([base, np.arange(used, rows)])
     owned = owners != NONE
     return Grouping(
         rows=rows,
@@ -119,7 +108,7 @@ def group_rows(
         starts=starts,
         adapters=owners.astype(np.int32),
         ranks=rank[owners] * owned if len(owners) else np.zeros((0, MAX_TERMS), np.int32),
-        scale=scale,
+        scale=np.repeat(scale[runs], held, axis=0),
         base=base.astype(np.int32),
     )
 

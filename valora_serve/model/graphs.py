@@ -153,11 +153,6 @@ class DecodeGraphs(Graphs):
         lmm, largest = resources.lmm, max(sizes, default=0)
         # Of all graphs: what one has written is read before the next is replayed.
         self._logits = torch.zeros((largest, lmm.vocabulary), device=lmm.device)
-        # Page-locked inputs, used in turn, and the ends of their last copies.
-        self._staging = [pinned(np.zeros(4 * largest, np.int64)) for _ in range(2)]
-        cuda = lmm.device.type == "cuda"
-        self._copied = [torch.cuda.Event() for _ in range(2)] if cuda else []
-        self._turn = 0
 
     def _capture(self, size: int, terms: int) -> Graph | None:
         resources = self._resources
@@ -202,18 +197,11 @@ class DecodeGraphs(Graphs):
         """
         (inputs,), count = graph.inputs, len(works)
         size = inputs.shape[1]
-        self._turn ^= 1
-        if self._copied:
-            self._copied[self._turn].synchronize()  # its copy was enqueued two steps ago
-        staging = self._staging[self._turn][: 4 * size].view(4, size)
-        host = staging.numpy()
+        host = np.zeros((4, size), np.int64)
         host[0, count:] = self._resources.max_requests
-        host[1:, count:] = 0
         host[0, :count] = [work.slot for work in works]
         host[1:, :count] = [work.start + work.delta for work in works]
-        inputs.copy_(staging, non_blocking=True)
-        if self._copied:
-            self._copied[self._turn].record()
+        inputs.copy_(pinned(host), non_blocking=True)
         lengths = np.ones(size, np.int32)
         lengths[:count] = [work.start + 1 for work in works]
         tables = [work.table for work in works] + [[0]] * (size - count)

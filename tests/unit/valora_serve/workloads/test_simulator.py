@@ -176,29 +176,16 @@ def test_room_at_admission_saves_most_preemptions_of_a_full_memory(monkeypatch):
     assert with_room.token_latency < 0.95 * without.token_latency
 
 
-class InTurn(Dispatch):
-    """Every replica in turn."""
-
-    def __init__(self):
-        self._sent = 0
-
-    def choose(self, adapter, machines, time):
-        self._sent += 1
-        return (self._sent - 1) % len(machines)
-
-
-def replicas(work, count, dispatch, policy="unmerge_only", cost=PLAIN, settings=None):
-    return simulate_cluster(
-        work, count, dispatch, partial(make_policy, policy, cost), cost, settings
-    )
+def replicas(work, count, router, policy="unmerge_only", cost=PLAIN):
+    make = partial(make_policy, policy, cost)
+    return simulate_cluster(work, count, Dispatch(router), make, cost)
 
 
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("policy", ["cost", "valora"])
 def test_one_replica_is_one_machine(router, policy):
     work = traces.slora(12, 5, adapters=9, alpha=0.5, lengths=(8, 90), ranks=(64, 8), seed=3)
-    dispatch = Dispatch(ROUTERS[router]())
-    report = replicas(work, 1, dispatch, policy, H200_7B)
+    report = replicas(work, 1, ROUTERS[router](), policy, H200_7B)
     assert report.total == report.replicas[0] == run(policy, work, H200_7B)
     assert report.balance == 1
 
@@ -206,7 +193,7 @@ def test_one_replica_is_one_machine(router, policy):
 def test_a_schedule_of_replicas_by_hand():
     """Alone, a request of 3 tokens takes 20 + 10 + 10 ms; together the first is held up."""
     work = workload([(0.0, None, 5, 3), (0.015, None, 4, 3)])
-    report = replicas(work, 2, InTurn())
+    report = replicas(work, 2, ROUTERS["least"]())
     assert report.total.end_to_end[0] == pytest.approx(0.04)
     assert [one.requests for one in report.replicas] == [1, 1]
     assert report.total.seconds == pytest.approx(0.055)
@@ -236,7 +223,7 @@ def test_the_router_sees_what_it_would_see_of_real_replicas():
 
     # a: loads to 7, first token at 28, ends at 36.5 or 38 ms. b at 20 and 30 ms; at 2 s.
     rows = [(0.0, "a", 5, 2), (0.02, "b", 5, 1), (0.03, "b", 5, 1), (2.0, None, 5, 1)]
-    replicas(workload(rows), 2, Dispatch(Watching()), "slora")
+    replicas(workload(rows), 2, Watching(), "slora")
     idle = (0, set(), set())
     assert seen == [
         [idle, idle],

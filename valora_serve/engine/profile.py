@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)  # decoding requests of a measured step
 CONTEXTS = (32, 512)  # their tokens in the KV cache
 PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt tokens of one
+# Decoding requests beside them: few, and so many that other kernels read their keys and values.
+# From few alone a fit made these cost three times as much, and prompts were held back for nothing.
+BESIDE = (8, 64)
 IMAGES, SIDE = (1, 8), 448  # new images of a measured step, and their pixels in a row
 # The same for a CPU, where a start should not wait for more. Prompt tokens are those at which
 # slopes change: between two others, a fit made the first 128 free, and policies liked such steps.
@@ -212,9 +215,9 @@ def _steps(engine: Engine) -> Iterator[Step]:
     for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
         if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
             batches.append(([(0, tokens)], ()))
-            if tokens > 64:  # prompts are computed beside decoding requests
-                few = min(8, settings.max_requests - 1)
-                batches.append(([(0, tokens - few), *[(256, 1)] * few], ()))
+            counts = (BESIDE if cuda else BESIDE[:1]) if tokens > 64 else ()
+            beside = [min(count, settings.max_requests - 1) for count in counts]
+            batches += [([(0, tokens - few), *[(256, 1)] * few], ()) for few in beside]
     # A step's mixes one after the other: whatever slows the machine down meanwhile slows all.
     for rows, visuals in batches:
         for mix in mixes:

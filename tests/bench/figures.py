@@ -24,7 +24,6 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "figures"
 SERVE = "tests.bench.valora_serve"
-COSTS = "--costs docs/costs/nvidia-h200-7b.json"
 CONTEXTS = "tests.bench.valora_train.bench_context_ways --tokens 32"
 DOCUMENTS = "task.only=[ledger_1,ledger_2,ledger_3,ledger_4]"
 BLOCK = re.compile(
@@ -105,24 +104,28 @@ FIGURES = {
     ),
     "sim-gpus": Figure(
         "valora_serve.workloads.cli --workload retrieval --rates 60 --per-replica "
-        f"--replicas 1 2 4 --duration 60 --policies cost {COSTS}"
+        "--replicas 1 2 4 --duration 60 --policies cost"
     ),
     "sim-policies": Figure(
         "valora_serve.workloads.cli --workload poisson --rates 10 32 48 --skews 0.2 0.6 0.9 "
-        f"--duration 6 --policies cost valora unmerge_only dlora merge_only {COSTS}"
+        "--duration 6 --policies cost valora unmerge_only dlora merge_only"
+    ),
+    "sim-systems": Figure(
+        "valora_serve.workloads.cli --systems dlora slora valora ours --workload retrieval "
+        "--rates 4 10 20 --skews 0.2 0.9 --duration 30"
     ),
     "sim-shares": Figure(
         "valora_serve.workloads.cli --rates 60 --adapters 4 --skews .7 --duration 120 "
-        f"--max-requests 64 --policies cost --shares {COSTS}"
+        "--max-requests 64 --policies cost --shares"
     ),
     "sim-slora": Figure(f"{SERVE}.sim_slora"),
     "sim-azure": Figure(
         "valora_serve.workloads.cli --trace .valora/AzureLLMInferenceTrace_conv.csv --rates 3 5 "
-        f"--adapters 100 --slots 32 --policies cost slora {COSTS}"
+        "--adapters 100 --slots 32 --policies cost slora"
     ),
     "sim-routers": Figure(
         f"{SERVE}.dlora_migration --replicas 4 --router affinity random least dlora --workload "
-        f"slora --adapters 200 --slots 32 --rates 40 60 80 --duration 60 {COSTS}"
+        "slora --adapters 200 --slots 32 --rates 40 60 80 --duration 60"
     ),
 }
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from valora_data.errors import ValoraError
-from valora_serve.orchestrator.cost_model import H200_7B, CostModel
+from valora_serve.orchestrator.cost_model import CostModel
 from valora_serve.orchestrator.decision import DecisionTrace, PolicySettings
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.routing import ROUTERS
@@ -31,6 +31,14 @@ from valora_serve.workloads.simulator import SimSettings, SimulationError, simul
 Row = dict[str, Any]
 
 RANK = 64  # of the adapters that are generated
+MEASURED = Path(__file__).with_name("costs")
+SYSTEMS = {
+    "dlora": ("dlora", "einsum"),
+    "slora": ("slora", "static"),
+    "valora": ("valora", "atmm"),
+    "ours": ("cost", "atmm"),
+}
+"""The papers' systems: policy, and operator whose costs on an H200 with a 7B are in `MEASURED`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--policies", nargs="+", metavar="NAME[=COSTS]",
         help=f"some of {', '.join(POLICIES)} (default: all, with replicas: cost), and files of "
         "measured costs, such as another operator's")  # fmt: skip
+    add("--systems", nargs="+", choices=SYSTEMS, metavar="NAME",
+        help=f"beside policies: some of {', '.join(SYSTEMS)}, each with its policy and the "
+        "costs of its operator")  # fmt: skip
     add("--early-abort", action="store_true",
         help="S-LoRA's early abort: requests whose first token would come too late")  # fmt: skip
     add("--shares", nargs="*", metavar="ADAPTER=N",
@@ -88,7 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--slo", type=float, default=6.0, help="limit of the time to first token in seconds")
 
     add = parser.add_argument_group("machine").add_argument
-    add("--costs", type=Path, help="measured costs, instead of the estimate for an H200")
+    add("--costs", type=Path, default=MEASURED / "atmm.json",
+        help="measured costs, as an engine keeps them")  # fmt: skip
     add("--lora-cost", type=float, default=1.0, help="factor on the cost of LoRA terms")
     add("--max-requests", type=int, default=machine.max_requests, help="most running requests")
     add("--pages", type=int, default=machine.pages, help="pages of unified memory, 16 tokens each")
@@ -165,18 +177,19 @@ def _rows(options: argparse.Namespace) -> Iterator[Row]:
 
 def _policies(options: argparse.Namespace) -> list[tuple[str, str, CostModel]]:
     """What the tables call each policy, its name and its costs."""
-    usual = CostModel.read(options.costs) if options.costs else H200_7B
-    found = []
-    for given in options.policies or (["cost"] if options.several else POLICIES):
-        name, _, file = given.partition("=")
+    found, usual = [], ["cost"] if options.several else POLICIES
+    systems = {name: SYSTEMS[name] for name in options.systems or ()}
+    chosen = {f"{name}, {operator}": (policy, "=", MEASURED / f"{operator}.json")
+              for name, (policy, operator) in systems.items()}  # fmt: skip
+    chosen |= {given: given.partition("=") for given in options.policies or ()}
+    for told, (name, _, file) in (chosen or {one: (one, "", "") for one in usual}).items():
         keeps = POLICIES[name].shares  # refuses an unknown one before anything is simulated
         if options.shares is not None and not keeps:
-            if not options.policies:
+            if not chosen:
                 continue
             raise SimulationError(f"--shares: policy {name} keeps no shares: leave one out.")
-        costs = CostModel.read(Path(file)) if file else usual
-        told = f"{name}, {Path(file).stem}" if file else name
-        found.append((told, name, costs.with_lora(options.lora_cost)))
+        costs = CostModel.read(Path(file or options.costs)).with_lora(options.lora_cost)
+        found.append((told, name, costs))
     return found
 
 
@@ -252,7 +265,7 @@ def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
     console = Console()
     if not console.is_terminal:  # a pipe or a file has no width: no table is cut
         console = Console(width=200)
-    title = f"Simulated, costs from {options.costs or 'the H200 estimate (not measured)'}"
+    title = f"Simulated, costs from {options.costs.stem}"
     if options.several:
         _print_replicas(rows, title, console)
         return

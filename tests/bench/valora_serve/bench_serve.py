@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import shutil
 import statistics
+import tempfile
 import time
 from dataclasses import replace
 from itertools import product
@@ -49,6 +51,8 @@ from tests.bench.valora_serve.serve_models import (
     modules_of,
 )
 from valora_serve.errors import SettingsError
+from valora_serve.workloads.cli import MEASURED
+from valora_serve.workloads.cli import SYSTEMS as OPERATORS
 
 
 def physical(bench):
@@ -478,12 +482,13 @@ def startup(bench):
 
 
 def costs(bench):
-    """Measure the costs of each system, and keep them in folders SYSTEM of the costs folder."""
-    for name in bench.arguments.systems:
-        bench.stop()
-        bench.lmm.linears.by_matrix = name == "dlora"
-        bench.start("valora", 16, profile=True, **SYSTEMS[name][0])
-        print(bench.engine.cost.save(Path(bench.arguments.costs) / name), flush=True)
+    """Measure the costs of each operator, and write them where `valora-sim` has them."""
+    for name in ("ours", "dlora", "slora"):
+        with tempfile.TemporaryDirectory() as folder:
+            bench.lmm.linears.by_matrix = name == "dlora"
+            bench.start("valora", 16, profile=True, cost_folder=folder, **SYSTEMS[name][0])
+            file = bench.engine.cost.save(Path(folder))
+            print(shutil.copy(file, MEASURED / f"{OPERATORS[name][1]}.json"), flush=True)
     bench.lmm.linears.by_matrix = False
 
 

@@ -15,6 +15,7 @@ from valora_serve.orchestrator.decision import PolicySettings
 from valora_serve.orchestrator.policies.baselines import SLoraPolicy
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.workloads import traces
+from valora_serve.workloads.cli import MEASURED
 from valora_serve.workloads.simulator import SimSettings, simulate
 
 LIMIT = 6.0
@@ -67,7 +68,7 @@ def at_once(options, name, adapters):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--costs", type=Path, default=Path("docs/costs/nvidia-h200-7b.json"))
+    parser.add_argument("--costs", type=Path, default=MEASURED / "atmm.json")
     parser.add_argument("--duration", type=float, default=120.0)
     parser.add_argument("--adapters", type=int, default=200)
     parser.add_argument("--slots", type=int, default=256, help="not of the variants")

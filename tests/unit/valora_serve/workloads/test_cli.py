@@ -6,7 +6,7 @@ import pytest
 
 from valora_serve.orchestrator.registry import POLICIES
 from valora_serve.workloads import traces
-from valora_serve.workloads.cli import main
+from valora_serve.workloads.cli import MEASURED, main
 
 
 def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
@@ -14,7 +14,7 @@ def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
     arguments = ["--rates", "4", "--skews", "0.3", "0.8", "--duration", "1"]
     assert main([*arguments, "--json", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "not measured" in text and "unmerge_only" in text
+    assert "costs from atmm" in text and "unmerge_only" in text
     rows = json.loads(out.read_text())
     assert len(rows) == 2 * len(POLICIES)
     assert {row["skew"] for row in rows} == {0.3, 0.8}
@@ -50,7 +50,7 @@ def test_replicas_are_compared(tmp_path, capsys):
     ]  # fmt: skip
     assert main([*arguments, "affinity", "--json", str(tmp_path / "one.json")]) == 0
     text = capsys.readouterr().out
-    assert "not measured" in text and "Each replica" in text and "× one" in text
+    assert "costs from atmm" in text and "Each replica" in text and "× one" in text
     rows = json.loads((tmp_path / "one.json").read_text())
     assert [(r["replicas"], r["router"]) for r in rows] == [
         (n, name) for n in (1, 3) for name in ("random", "affinity")
@@ -97,15 +97,18 @@ def test_what_is_wrong_is_one_sentence(given, said, tmp_path, monkeypatch, capsy
     assert [file.name for file in tmp_path.iterdir()] == ["t.csv"]
 
 
-def test_a_policy_may_have_costs_of_its_own(tmp_path):
-    costs, out = "docs/costs/nvidia-h200-7b.json", tmp_path / "out.json"
+def test_policies_and_systems_may_have_costs_of_their_own(tmp_path):
+    costs, out = tmp_path / "mine.json", tmp_path / "out.json"
+    content = json.loads((MEASURED / "static.json").read_text())
+    costs.write_text(json.dumps(content | {"machine": "mine"}))
     few = ["--duration", "2", "--rates", "4", "--json", str(out)]
-    assert main([*few, "--policies", f"slora={costs}", "slora"]) == 0
-    rows = json.loads(out.read_text())
-    assert main([*few, "--policies", "slora", "--costs", costs]) == 0
+    assert main([*few, "--systems", "slora", "ours", "--policies", f"slora={costs}", "slora"]) == 0
+    rows = {row["policy"]: row["token_latency"] for row in json.loads(out.read_text())}
+    assert [*rows] == ["slora, static", "ours, atmm", f"slora={costs}", "slora"]
+    assert main([*few, "--policies", "slora", "--costs", str(costs)]) == 0
     (alone,) = json.loads(out.read_text())
-    assert [row["policy"] for row in rows] == ["slora, nvidia-h200-7b", "slora"]
-    assert rows[0]["token_latency"] == alone["token_latency"] != rows[1]["token_latency"]
+    assert rows["slora, static"] == rows[f"slora={costs}"] == alone["token_latency"]
+    assert len({*rows.values()}) == 3
 
 
 @pytest.mark.parametrize("more", [[], ["--replicas", "2"]])

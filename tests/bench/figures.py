@@ -68,8 +68,8 @@ FIGURES = {
         "tests.bench.valora_train.bench_fuse --limit 16 --skip serve --samples 32", 1
     ),
     "ways": Figure(
-        "tests.bench.valora_train.bench_compare --strategies affinity --shares 0.97 --ewc 100 "
-        "--processes 2 -- task=detection"
+        "tests.bench.valora_train.bench_compare --seeds 0 --strategies affinity --shares 0.97 "
+        "--ewc 100 --processes 2 -- task=detection"
     ),
     "tensor-parallel": Figure(f"{SERVE}.bench_tensor_parallel --ways one slora replicate_a", 2),
     "replicas": Figure(

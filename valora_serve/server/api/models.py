@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 from fastapi import APIRouter
 from fastapi import Path as InPath
@@ -274,14 +275,15 @@ def examples(context: ServerContext) -> APIRouter:
             ExampleCard(
                 domain=name, number=number, video=example.media == "video",
                 question=example.question, teacher=example.teacher,
-                images=[f"v1/examples/{name}/{number}/{at}" for at in range(len(example.files))],
+                images=[f"v1/examples/{quote(name, safe='')}/{number}/{at}"
+                        for at in range(len(example.files))],
             )
             for name, several in found.items()
             for number, example in enumerate(several)
         ])  # fmt: skip
 
     @routes.get(
-        "/v1/examples/{domain}/{number}/{image}", response_class=Response,
+        "/v1/examples/{domain:path}/{number}/{image}", response_class=Response,
         responses={200: {"content": {"image/png": {}}, "description": "The image or frame"}},
         summary="An image of an example",
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from functools import cache
 from typing import Annotated, Any, TypeVar
@@ -62,7 +63,7 @@ def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(tags=["vision"])
 
     @routes.post(
-        "/v1/vision/{domain}",
+        "/v1/vision/{domain:path}",  # whose name may hold slashes
         response_model=schema.VisionAnswer,
         openapi_extra=_declared(schema.VisionRequest),
         summary="Ask a domain about images, or a video",
@@ -118,6 +119,8 @@ async def looked(
             for model in bundles[name] if name in bundles else [domain_of(domains, name)]:
                 arrivals[model.name] = arrival = Arrival(context, http, fields.deadline)
                 arrival.model, arrival.since = model, since
+                if context.on_request is not None:
+                    http.state.stack.enter_context(context.on_request.using(model.name))
         except ServeError as error:
             errors[name] = error
     if not arrivals:
@@ -176,12 +179,12 @@ def _every(context: ServerContext, fields: schema.VisionRequest) -> list[ServedM
 
 def bundles_of(context: ServerContext) -> dict[str, list[ServedModel]]:
     """The domains of bundles by their names, with and without version; domains' names go first."""
-    domains = [model for model in context.service.models() if model.kind == "domain"]
-    found: dict[str, list[ServedModel]] = {}
-    for model in domains:
-        for name in {model.bundle, short_name(model.bundle)} - {None, ""}:
-            found.setdefault(str(name), []).append(model)
-    return {name: found[name] for name in found.keys() - {model.name for model in domains}}
+    found: defaultdict[str, list[ServedModel]] = defaultdict(list)
+    for model in context.service.models():
+        if model.kind == "domain" and model.bundle:
+            for name in {model.bundle, short_name(model.bundle)}:
+                found[name].append(model)
+    return {name: found[name] for name in found.keys() - context.service.domains().keys()}
 
 
 async def _fields(request: Request, context: ServerContext, kind: type[K]) -> K:

@@ -169,12 +169,14 @@ def shelf(tmp_path_factory):
          "teacher": {"label": "beach", "confidence": 0.625}},
         {"domain": "person", "image": "weights.safetensors", "expected": []},
         {"domain": "other", "image": "golden/person-0.png", "expected": []},
+        {"domain": "a/b? 5%", "image": "golden/person-0.png", "expected": []},
     ]  # fmt: skip
     (tmp_path / "golden" / "golden.json").write_text(json.dumps(examples))
-    domains = {name: {} for name in ("person", "scene", "other")}
+    domains = {name: {} for name in ("person", "scene", "other", "a/b? 5%")}
     (tmp_path / "bundle.json").write_text(json.dumps({"domains": domains}))
     engine = FakeEngine()
-    engine._served |= {m.name: replace(m, root=str(tmp_path)) for m in (PERSON, SCENE)}
+    served = (PERSON, SCENE, replace(PERSON, name="a/b? 5%"))
+    engine._served |= {m.name: replace(m, root=str(tmp_path)) for m in served}
     with serving(engine) as running:
         running.folder = tmp_path
         yield running
@@ -183,12 +185,13 @@ def shelf(tmp_path_factory):
 def test_examples_of_served_domains_are_listed_with_their_images(shelf):
     found = shelf.client.get("/v1/examples").json()["data"]
     assert [(entry["domain"], entry["number"], entry["video"]) for entry in found] == [
-        ("person", 0, False), ("person", 1, False), ("scene", 0, True),
+        ("person", 0, False), ("person", 1, False), ("scene", 0, True), ("a/b? 5%", 0, False),
     ]  # fmt: skip
     assert found[2]["question"] == "what?"
     assert found[2]["images"] == ["v1/examples/scene/0/0", "v1/examples/scene/0/1"]
-    answer = shelf.client.get("/" + found[2]["images"][1])
-    assert (answer.content, answer.headers["content-type"]) == (PNG, "image/png")
+    for url in (found[2]["images"][1], *found[3]["images"]):
+        answer = shelf.client.get(f"/{url}")
+        assert (answer.content, answer.headers["content-type"]) == (PNG, "image/png")
     assert str(shelf.folder) not in json.dumps(found)
 
 

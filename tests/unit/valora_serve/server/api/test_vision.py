@@ -161,6 +161,17 @@ def test_a_star_or_a_bundle_stands_for_its_domains(server):
     assert named[0] == named[1]
 
 
+def test_odd_names_of_domains():
+    """An adapter that is named as a bundle goes first, and names may hold slashes."""
+    engine = FakeEngine()
+    for name in ("d", "a/b? c"):
+        engine._served[name] = replace(PERSON, name=name, kind="adapter", bundle=None)
+    with serving(engine) as odd:
+        for name, path in (("d", "d"), ("a/b? c", "a/b%3F%20c"), ("a/b? c", "a%2fb%3F%20c")):
+            assert post(odd, path, json={"images": [PNG_URL]}).json()["domain"] == name
+            assert list(look(odd, [name]).json()["domains"]) == [name]
+
+
 def test_a_star_asks_no_domain_for_words_that_are_not_there():
     engine = FakeEngine()
     asking = (replace(CAPTION, name="a", prompt=None), replace(CAPTION, name="b", prompt="is {}?"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import ADMIN, CHAT, adapter, chat, refused, serving, until
+from tests.support.http_helpers import ADMIN, CHAT, PNG, adapter, chat, refused, serving, until
 from valora_data.contract.files import UnreadableError
 from valora_serve.errors import SettingsError
 from valora_serve.server.resolving import sources
@@ -294,6 +294,15 @@ def test_adapters_in_use_stay(place):
         loader._failed.clear()
         assert ask(server, "cars-2").status_code == 200
         assert "cars-1" not in server.names
+        served = server.engine._served
+        served["cars-2"] = replace(served["cars-2"], head="classification", labels=("a", "b"))
+        server.engine._step = 0.3
+        sent = {"files": {"image": PNG}, "data": {"prompt": "?"}}
+        with ThreadPoolExecutor(1) as pool:
+            looking = pool.submit(server.client.post, "/v1/vision/cars-2", **sent)
+            until(lambda: server.engine.running)
+            refused(ask(server, "cars-1"), 429, "are in use")
+        assert looking.result().json()["results"][0]["label"] == "a"
 
 
 def test_an_adapter_that_comes_into_use_before_it_is_unloaded_stays(place):

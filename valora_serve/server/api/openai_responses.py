@@ -52,8 +52,9 @@ def _as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
         elif isinstance(item, schema.ResponseInputCall):  # of the assistant's message before it
             if not messages or messages[-1].role != "assistant":
                 messages.append(schema.Message(role="assistant"))
-            calls = [*(messages[-1].tool_calls or ()), schema.ToolCall(function=item)]
-            messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
+            turn = messages[-1]
+            turn.tool_calls = turn.tool_calls or []
+            turn.tool_calls.append(schema.ToolCall(function=item))
     if not messages:
         raise RequestError("input holds only reasoning: send a message")
     logprobs = "message.output_text.logprobs" in (body.include or ())
@@ -61,7 +62,7 @@ def _as_chat(body: schema.ResponsesRequest) -> schema.ChatRequest:
     wanted = schema.ResponseFormat(type=form.type, json_schema=form) if form else None
     if form and form.type == "json_schema" and form.schema_ is None:
         raise RequestError("text.format is json_schema, but holds no schema: put schema")
-    return schema.ChatRequest(
+    return schema.ChatRequest.model_construct(  # what is in it is checked
         **{name: getattr(body, name) for name in _SAME},
         messages=messages,
         max_completion_tokens=body.max_output_tokens,

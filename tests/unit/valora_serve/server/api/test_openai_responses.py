@@ -53,6 +53,11 @@ def test_earlier_calls_belong_to_the_assistants_turn_before_them(server, client)
         )
 
 
+def test_as_many_items_as_may_be(server, client):
+    ask(client, instructions="Be brief.", input=[{"role": "user", "content": "x"}] * 10_000)
+    assert len(server.engine.asked[-1].messages) == 10_001
+
+
 def test_logprobs(client):
     answer = ask(client, include=["message.output_text.logprobs"], top_logprobs=2)
     found = answer.output[0].content[0].logprobs

@@ -37,7 +37,7 @@ def bind(settings: ServerSettings) -> list[socket.socket]:
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             # Connections inherit it: those whose client reads nothing end by it.
-            milliseconds = int(1000 * settings.send_seconds)
+            milliseconds = int(min(1000 * settings.send_seconds, 2**31 - 1))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
             # With port 0, all addresses get the port that the first one got.
             chosen = port or (bound[0].getsockname()[1] if len(bound) > 1 else 0)
@@ -48,6 +48,8 @@ def bind(settings: ServerSettings) -> list[socket.socket]:
         remedy = _REMEDIES.get(getattr(error, "errno", None) or 0, "name others")
         said = getattr(error, "strerror", None) or error
         raise SettingsError(f"host {host}, port {port}: {said}: {remedy}") from error
+    if not bound:
+        raise SettingsError(f"host {host}: this machine has no such kind of address: name another")
     return bound
 
 

@@ -58,8 +58,10 @@ class Samples:
     def _keep(self, name: str, image: Image, note: str) -> None:
         content, info = io.BytesIO(), PngInfo()
         info.add_itxt(NOTE, note)
-        folder = self._folder / quote(name, safe="").replace(".", "%2E")
+        folder = self._folder / quote(name, safe="").replace(".", "%2E")[:200]
         try:
+            if not self._shares:  # nothing is kept any more
+                return
             image.save(content, "PNG", compress_level=1, pnginfo=info)
             with FileLock(self._folder / ".lock", timeout=_SECONDS, mode=0o600):
                 held = sum(file.stat().st_size for file in self._folder.rglob("*.png"))
@@ -71,11 +73,13 @@ class Samples:
                     partial.touch(0o600)
                     partial.write_bytes(content.getbuffer())
                     partial.replace(folder / f"{time.time_ns()}.png")
+        except FileNotFoundError:  # somebody deletes pictures
+            full = False
         except OSError as error:
             full, reason = True, str(error.strerror or error)
         finally:
             self._room.release()
-        if full and self._shares:
+        if full:
             self._shares.clear()
             text = "sample_folder %s keeps nothing more, as %s: make room, and start again"
             logs.LOG.warning(text, self._folder, reason)

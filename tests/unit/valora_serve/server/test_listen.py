@@ -3,7 +3,6 @@
 import socket
 import ssl
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -35,6 +34,13 @@ def test_addresses_that_cannot_be(chosen, said):
         bind(settings(**chosen))
 
 
+def test_an_address_of_a_kind_that_the_machine_lacks(monkeypatch):
+    found = [(200, socket.SOCK_STREAM, 0, "", ("::1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(SettingsError, match="host ::1: this machine has no such kind"):
+        bind(settings(host="::1"))
+
+
 def test_a_bound_port_refuses_until_it_listens_and_is_taken_again_after_a_restart():
     (sock,) = bind(settings())
     port = sock.getsockname()[1]
@@ -54,13 +60,13 @@ def test_a_bound_port_refuses_until_it_listens_and_is_taken_again_after_a_restar
     again.close()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the option is Linux's")
-def test_the_kernel_ends_connections_whose_client_reads_nothing():
-    (sock,) = bind(settings(send_seconds=7))
+@pytest.mark.parametrize(("seconds", "milliseconds"), [(7, 7000), (float("inf"), 2**31 - 1)])
+def test_the_kernel_ends_connections_whose_client_reads_nothing(seconds, milliseconds):
+    (sock,) = bind(settings(send_seconds=seconds))
     sock.listen()
     with sock, socket.create_connection(sock.getsockname()):
         accepted, _ = sock.accept()
-        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == milliseconds
         accepted.close()
 
 

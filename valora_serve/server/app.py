@@ -8,7 +8,6 @@ import ctypes
 import json
 import resource
 import socket
-import time
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -71,15 +70,14 @@ def create_app(
     admission = Admission(settings, None if share_by == "none" else shares or {})
     metrics = Metrics(engine)
     served = served or ServedSet(engine, settings.adapter_folder, StateFile(settings.state_file))
-    sharing, samples = settings.cache_sharing, Samples(settings)
-    service = Service(engine, admission, metrics, tracer, share_by, sharing, samples)
+    samples, sharing = Samples(settings), settings.cache_sharing
+    service = Service(engine, admission, metrics, tracer, samples, sharing, share_by)
     on_request = OnRequest(service, served, settings) if settings.adapter_sources else None
     metrics.loader = on_request
     context = ServerContext(
         settings=settings, service=service, metrics=metrics, served=served, on_request=on_request,
         media=MediaReader(settings, text_only=engine.models()[0].media == "text"),
         grammars=Grammars(engine), guard=Guard(settings), bodies=Bodies(settings),
-        started=time.monotonic(),
     )  # fmt: skip
 
     @contextlib.asynccontextmanager

@@ -288,12 +288,8 @@ def _readable(tokenizer: Any) -> str:
 
 
 def _key(grammar: Grammar) -> str:
-    """Return the text by which a grammar is known; refused if it is too long, or no JSON."""
-    try:
-        parts = [grammar.rules, grammar.strict, grammar.schemas, grammar.begins]
-        text = json.dumps(parts, allow_nan=False)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The JSON schema cannot be used: {first_line(error)}") from error
+    """Return the text by which a grammar is known; refused if it is too long."""
+    text = json.dumps([grammar.rules, grammar.strict, grammar.schemas, grammar.begins])
     if len(text) > LARGEST_SCHEMA:
         raise RequestError(
             f"The JSON schema has {len(text)} characters, more than {LARGEST_SCHEMA}: simplify it"

@@ -28,4 +28,3 @@ class ServerContext:
     on_request: OnRequest | None  # None if requests load nothing
     guard: Guard
     bodies: Bodies
-    started: float  # by `time.monotonic`

@@ -37,9 +37,9 @@ _SPACED = {"item_separator": ", ", "key_separator": ": "}  # as chat templates w
 LARGEST = 9 * 10**18  # llguidance reads the integer part of bounds as 64 bits
 DIGITS = 15  # decimal digits that every float64 keeps
 UP = Context(prec=DIGITS, Emin=-1, Emax=1000, rounding=ROUND_CEILING, traps=[])  # 15 decimals
-_NAMED = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_DATA = {"const", "enum", "default", "examples", "dependentRequired"}
-_JOINED = {"allOf", "anyOf", "oneOf", "$ref"}
+_NAMED = {"properties", "patternProperties", "$defs", "definitions"}
+_DATA = {"const", "enum", "default", "examples"}
+JOINED = {"allOf", "anyOf", "oneOf", "$ref"}  # by which schemas name properties of one object
 _DATE = (
     r"^([0-9]{4}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))"
     r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|(0[48]|[2468][048]|[13579][26])00)-02-29)"
@@ -136,7 +136,7 @@ def prepare(schema: Any, *, strict: bool = False) -> Any:
     if strict and not any(map(_together, nodes)):
         for node in nodes:
             is_object = "properties" in node or "object" in str(node.get("type"))
-            if is_object and not node.keys() & _JOINED:
+            if is_object and not node.keys() & JOINED:
                 node.setdefault("additionalProperties", False)
     return made
 
@@ -156,7 +156,7 @@ def _nodes(part: Any) -> list[dict[str, Any]]:
 
 def _together(node: dict[str, Any]) -> bool:
     """Whether several schemas name the properties of one object."""
-    joined = node.keys() & _JOINED
+    joined = node.keys() & JOINED
     several = len(joined) > 1 or len(node.get("allOf", ())) > 1
     return several or bool(joined and "properties" in node)
 

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, starmap
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,9 +32,9 @@ class Service:
     admission: Admission
     metrics: Metrics
     tracer: Tracer
-    share_by: str = "none"
+    samples: Samples
     cache_sharing: str = "key"
-    samples: Samples | None = None
+    share_by: str = "none"
 
     def __post_init__(self) -> None:
         self._models: dict[str, ServedModel] = {}
@@ -79,9 +79,8 @@ class Service:
     def sees(self, name: str) -> bool:
         """Return whether the caller's key may see and ask what has, or would have, this name."""
         key, found = caller_key.get(), self._models.get(name)
-        if key is None or found is None:
-            return key is None or key.sees(name)
-        return key.sees(found.name, found.bundle)
+        named = (name,) if found is None else (found.name, found.bundle)
+        return key is None or key.sees(*named)
 
     def models(self) -> list[ServedModel]:
         """Return what the caller may see of what the engine serves."""
@@ -154,11 +153,11 @@ class Service:
         return None if key is None and salt is None else repr((key, salt))
 
     async def ask(
-        self, ticket: Ticket, request: Request, headers: Mapping[str, str], *, stream: bool = True
+        self, ticket: Ticket, request: Request, headers: Mapping[str, str]
     ) -> AsyncGenerator[Output, None]:
         """Outputs of an admitted request; closing the iterator cancels the request."""
-        answering = self.engine.generate(self._sent(ticket, request, stream=stream))
-        with self._taken(ticket, request, headers, stream=stream) as take:
+        answering = self.engine.generate(self._sent(ticket, request))
+        with self._taken(ticket, request, headers) as take:
             async with contextlib.aclosing(answering) as outputs:
                 async for output in outputs:
                     take(output)
@@ -166,12 +165,9 @@ class Service:
 
     @contextlib.contextmanager
     def _taken(
-        self, ticket: Ticket, request: Request, headers: Mapping[str, str], *, stream: bool
+        self, ticket: Ticket, request: Request, headers: Mapping[str, str]
     ) -> Iterator[Callable[[Output], None]]:
-        """Context of the answer to a request, which takes note of its outputs or raises its error.
-
-        At its end the request has left, whatever came.
-        """
+        """Context of an answer, which takes note of outputs or raises their error; then leaves."""
         name, constraint = ticket.model.name, request.sampling.constraint
         tokens_at: list[float] = []
         text, last = "", None
@@ -189,13 +185,12 @@ class Service:
                     constraint.check(text)
             if output.finish is not None:
                 last = output
-                if not stream:
+                if not request.stream:
                     tokens_at = _spread(output.times, len(tokens_at))
                 ended(output)
                 for one in {name, *(adapter for adapter, _ in request.adapters)}:
                     self.metrics.ended(one, output, tokens_at)
-                if self.samples is not None:
-                    self.samples.offer(ticket.model, request, output)
+                self.samples.offer(ticket.model, request, output)
 
         try:
             with self.tracer.span(name, headers, ticket.since) as ended:
@@ -212,16 +207,16 @@ class Service:
             error.args = (str(error).replace(base, last_part(base)),)
         return error or CancelledRequestError("The request was cancelled")
 
-    def _sent(self, ticket: Ticket, request: Request, *, stream: bool) -> Request:
+    def _sent(self, ticket: Ticket, request: Request) -> Request:
         """A request as the engine gets it: with client, arrival and whom it shares caches with."""
-        salt, since = self._cache_salt(request.cache_salt), ticket.since
-        return replace(request, client=caller.get(), cache_salt=salt, stream=stream, arrival=since)
+        salt = self._cache_salt(request.cache_salt)
+        return replace(request, client=caller.get(), cache_salt=salt, arrival=ticket.since)
 
     async def ask_together(
         self, asked: Sequence[tuple[Ticket, Request]], headers: Mapping[str, str]
     ) -> list[Output | ServeError]:
         """Answers to requests about the same images, which share passes; or the error of each."""
-        first, *others = [self._sent(*one, stream=False) for one in asked]
+        first, *others = starmap(self._sent, asked)
         found: dict[str, list[Output]] = {request.id: [] for _, request in asked}
 
         stream = self.engine.generate(replace(first, also=tuple(others)))
@@ -234,7 +229,7 @@ class Service:
         self, ticket: Ticket, request: Request, headers: Mapping[str, str], outputs: list[Output]
     ) -> Output | ServeError:
         try:
-            with self._taken(ticket, request, headers, stream=False) as take:
+            with self._taken(ticket, request, headers) as take:
                 for output in outputs:
                     take(output)
         except ServeError as error:

@@ -134,13 +134,14 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
         turn = {"role": "user", "content": [*text, {"type": "image"}]}
         parts = [{"messages": [turn], "images": [image]} for image in images]
     warnings += said + check_measured_media(model, len(parts[0]["images"]), frames, head=head)
-    left, each = arrival.time_left(), len(parts)
     asked = [
-        replace(copy, id=f"{copy.id}.{number}" if number else copy.id, deadline=left, **part)
+        replace(copy, id=f"{copy.id}.{number}" if number else copy.id, **part)
         for copy in copies
         for number, part in enumerate(parts)
     ]
-    return Chat(arrival, asked, body, plain.id, tools, each=each, sizes=sizes, warnings=warnings)
+    return Chat(
+        arrival, asked, body, plain.id, tools, each=len(parts), sizes=sizes, warnings=warnings
+    )
 
 
 @dataclass(eq=False)

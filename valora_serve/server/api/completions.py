@@ -62,25 +62,23 @@ async def _begin(
         if not body.echo or body.max_completion_tokens:
             raise RequestError("max_tokens is 0: set echo, or ask for at least 1 token")
         limit = 1  # the engine computes it with the prompt; it is left out of the response
-    params = requests.sampling(body, context, max_tokens=limit, logprobs=body.logprobs)
+    prompts = _several(body.prompt, "prompt", context.settings.max_n, context)
+    echoed = [0] * len(prompts)
+    if body.echo and body.logprobs is not None:
+        echoed = await asyncio.to_thread(_count_tokens, prompts, context)
+    params = requests.sampling(
+        body, context, max_tokens=limit, logprobs=body.logprobs, echoed=echoed
+    )
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
-    prompts = _several(body.prompt, "prompt", context.settings.max_n, context)
     identity = f"cmpl-{new_id()}"
-    plain = [
-        one
+    given = {"head": head, "sampling": params, **arrival.named}
+    each = [
+        types.Request(f"{identity}-{number}", **given, **_as_prompt(prompt))
         for number, prompt in enumerate(prompts)
-        for one in requests.numbered(
-            types.Request(
-                f"{identity}-{number}", **arrival.named, **_as_prompt(prompt), head=head,
-                sampling=params,
-            ),
-            count,
-        )
-    ]  # fmt: skip
-    made = await arrival.constrained(plain, grammar)
-    left = arrival.time_left()
-    asked = [replace(one, deadline=left) for one in made]
+    ]
+    several = [copy for one in each for copy in requests.numbered(one, count)]
+    asked = await arrival.constrained(several, grammar)
     warnings = [
         f"{measured(model)}, which text completions lack: its accuracy does not hold, ask "
         "/v1/chat/completions instead"
@@ -191,10 +189,9 @@ def embeddings(context: ServerContext) -> APIRouter:
         arrival = requests.Arrival(context, request, body.valora.deadline)
         await arrival.find(body)
         prompts = await arrival.within(_prompts(arrival, body))
-        fields = {"embed": True, "deadline": arrival.time_left(), **arrival.named}
         identity = f"embd-{new_id()}"
         asked = [
-            types.Request(f"{identity}-{number}", **fields, **prompt)
+            types.Request(f"{identity}-{number}", embed=True, **arrival.named, **prompt)
             for number, prompt in enumerate(prompts)
         ]
         lasts = await arrival.ask_all(asked)
@@ -254,6 +251,11 @@ def _several(given: str | list[Any], name: str, limit: int, context: ServerConte
         raise RequestError(f"{name} holds {len(several)} texts, more than {limit}: send fewer")
     requests.check_text(sum(map(len, several)), context)
     return several
+
+
+def _count_tokens(prompts: Sequence[str | list[int]], context: ServerContext) -> list[int]:
+    count = context.service.engine.count_tokens
+    return [count(one) if isinstance(one, str) else len(one) for one in prompts]
 
 
 def _as_prompt(item: str | list[int]) -> dict[str, Any]:

@@ -45,19 +45,21 @@ def sampling(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    echoed: Sequence[int] = (0,),
 ) -> SamplingParams:
-    """Sampling parameters of a request."""
+    """Sampling parameters of a request; `echoed` is how many tokens each prompt scores."""
     count, most = body.n or 1, context.settings.max_n
     if logprobs is not None:
         limit = context.service.engine.context_length
-        asked = count * min(max_tokens or limit, limit) * (logprobs + 1)
+        tokens = sum(min(one + (max_tokens or limit), limit) for one in echoed)
+        asked = count * tokens * (logprobs + 1)
         if asked > MAX_LOGPROBS:
             raise RequestError(
-                f"n, max_tokens and the number of log probabilities ask for up to {asked} of them, "
-                f"more than {MAX_LOGPROBS}: ask for fewer"
+                f"n, the prompts, max_tokens and the number of log probabilities ask for up to "
+                f"{asked} of them, more than {MAX_LOGPROBS}: ask for fewer"
             )
-    if count > most:
-        raise RequestError(f"n is {count}, more than {most}: ask for fewer")
+    if (count := count * len(echoed)) > most:
+        raise RequestError(f"{count} answers are asked for, more than {most}: ask for fewer")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options goes with stream: set stream, or leave it out")
     given = {"temperature": context.settings.temperature} | {
@@ -135,8 +137,7 @@ class Arrival:
         admission, spent = self.context.service.admission, time.monotonic() - self.since
         deadline = admission.deadline(name or self.model.name, self.wanted)
         if deadline is not None and deadline <= spent:
-            said = f"The deadline of {deadline:g} s passed before the engine was asked"
-            raise DeadlineError(said)
+            raise DeadlineError(f"The deadline of {deadline:g} s has passed: set a later one")
         return None if deadline is None else deadline - spent
 
     async def within(
@@ -176,12 +177,12 @@ class Arrival:
 
         They are admitted together, and all end if one fails.
         """
-        service, headers = self.context.service, dict(self.http.headers)
+        left, service, headers = self.time_left(), self.context.service, dict(self.http.headers)
+        requests = [replace(one, deadline=left, stream=stream) for one in requests]
         queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
 
         async def ask(ticket: Ticket, number: int, request: Request) -> None:
-            asking = service.ask(ticket, request, headers, stream=stream)
-            async with contextlib.aclosing(asking) as outputs:
+            async with contextlib.aclosing(service.ask(ticket, request, headers)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((number, output))
 
@@ -211,8 +212,6 @@ class Arrival:
 
 def numbered(request: Request, count: int) -> list[Request]:
     """`count` copies of a request, each with its own id and seed."""
-    if count == 1:
-        return [request]
     made, sampling = [], request.sampling
     for number in range(count):
         seed = sampling.seed

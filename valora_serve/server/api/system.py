@@ -88,7 +88,7 @@ def _version(package: str) -> str | None:
 def router(context: ServerContext) -> APIRouter:
     """Routes for operators, and the web console."""
     routes = APIRouter(tags=["operations"])
-    engine = context.service.engine
+    engine, started = context.service.engine, time.monotonic()
 
     @routes.get(
         "/ready", response_model=Health, responses=_FAILED, summary="Whether requests are accepted"
@@ -125,7 +125,7 @@ def router(context: ServerContext) -> APIRouter:
         each = {name: EngineStatus(**_facts(one)) for name, one in (found or {}).items()}
         return Status(
             **_facts(stats), ready=engine.healthy, base=last_part(engine.base),
-            memory_bytes=memory_bytes(), uptime_seconds=time.monotonic() - context.started,
+            memory_bytes=memory_bytes(), uptime_seconds=time.monotonic() - started,
             replicas=None if found is None else each,
         )  # fmt: skip
 

@@ -15,6 +15,7 @@ from typing import Any
 from valora_serve.errors import RequestError
 from valora_serve.server.api import schema
 from valora_serve.server.constrain import Grammar
+from valora_serve.server.json_schema import JOINED
 from valora_serve.server.telemetry.logs import new_id
 
 MAX_CALLS = 32  # in an answer
@@ -34,8 +35,6 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-_SEVERAL = {"$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas"}
-"""Keywords by which other schemas name properties of the same object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ def _parameters(function: schema.Function) -> dict[str, Any]:
         )
     closed = "properties" in wanted and function.strict is not False
     # Without this, a model may invent parameters for ever.
-    more = {"additionalProperties": False} if closed and not wanted.keys() & _SEVERAL else {}
+    more = {"additionalProperties": False} if closed and not wanted.keys() & JOINED else {}
     return {"type": "object", **more, **wanted, "title": f"function {function.name}"}
 
 

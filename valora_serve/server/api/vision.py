@@ -222,12 +222,9 @@ async def _read_media(
 
 
 async def _from_form(body: bytes, header: str, context: ServerContext, kind: type[K]) -> K:
-    if len(body) > LARGE_BYTES:
-        parsing = asyncio.to_thread(_form_items, body, header, context.settings)
-        del body
-        items = await parsing
-    else:
-        items = _form_items(body, header, context.settings)
+    sent, large = (body, header, context.settings), len(body) > LARGE_BYTES
+    items = await asyncio.to_thread(_form_items, *sent) if large else _form_items(*sent)
+    del body, sent
     known = sorted(kind.model_fields.keys() - {*_FILES})
     files: dict[str, list[MediaUrl]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
@@ -311,6 +308,7 @@ def _requests(
         "model": model.name, "min_score": fields.min_score, "cache_salt": fields.cache_salt,
         "sampling": SamplingParams(max_tokens=limit, temperature=settings.temperature),
         "deadline": arrival.time_left(), "store": fields.store is not False, "video": video,
+        "stream": False,
     }  # fmt: skip
     identity, words = f"vision-{new_id()}", None if prompt is None else question
     return [

@@ -73,8 +73,7 @@ def test_dates_and_times_are_exactly_those_that_exist(grammars, form, text):
      {"type": "object", "required": ["a"], "additionalProperties": False},
      {"allOf": [{"type": "string"}, {"type": "integer"}]}, {"type": "array", "minItems": -1},
      {"minimum": "5"}, {"exclusiveMaximum": [5]}, {"multipleOf": "2", "exclusiveMinimum": None},
-     {"minimum": float("nan")}, {"maximum": float("inf")}, {"allOf": 5, "format": "date"},
-     {"enum": [[[[float("inf")]]]]}, {"type": "string", "minLength": 3, "pattern": "^.?$"},
+     {"allOf": 5, "format": "date"}, {"type": "string", "minLength": 3, "pattern": "^.?$"},
      json.loads('{"items":' * 900 + "{}" + "}" * 900)],
 )  # fmt: skip
 def test_schemas_that_cannot_be(grammars, schema):

@@ -58,13 +58,6 @@ def test_json_has_a_limit_of_its_own_and_forms_do_not():
         assert answer.json()["error"]["message"].endswith("1000 bytes: send less at once")
 
 
-def test_wrong_methods_and_paths(plain):
-    assert plain.client.get(CHAT).status_code == 405
-    assert plain.client.request("BREW", CHAT).status_code in (400, 405)
-    answer = plain.client.get("/nothing")
-    assert (answer.status_code, answer.json()["error"]["type"]) == (404, "invalid_request_error")
-
-
 @pytest.mark.parametrize(
     ("stream", "n", "half"),
     [(False, 1, False), (True, 3, False), (False, 3, True), (True, 1, True)],
@@ -96,19 +89,6 @@ def test_a_client_that_takes_nothing_is_cancelled():
         until(lambda: not engine.running, 10)
         until(lambda: server.inside == 0, 3)
         sock.close()
-
-
-def test_errors_of_the_engine_keep_their_status():
-    engine = FakeEngine()
-    with serving(engine) as server:
-        engine.refuse = OverloadedError("full", 7.2)
-        for stream in (False, True):
-            answer = ask(server, stream=stream)
-            assert answer.status_code == 429
-            assert answer.headers["retry-after"] == "8"
-        files = {"image": encoded(picture())}
-        assert server.client.post("/v1/vision/person", files=files).status_code == 429
-        assert server.inside == 0
 
 
 def test_an_unexpected_failure_is_a_500_that_tells_nothing():
@@ -148,15 +128,18 @@ def test_content_types_of_a_json_route(plain, headers, status, said):
 def test_messages_name_files_without_their_folders_and_quote_requests_as_they_are(tokenizer):
     engine = FakeEngine(tokenizer=tokenizer)
     with serving(engine) as server:
-        engine.refuse = OverloadedError("adapter /srv/secret/place/a.bin: see /v1/models and /docs")
-        said = ask(server).json()["error"]["message"]
-        assert said == "adapter a.bin: see /v1/models and /docs"
+        said = "adapter /srv/secret/place/a.bin: see /v1/models and /docs"
+        engine.refuse = OverloadedError(said, 7.2)
+        for stream in (False, True):
+            answer = ask(server, stream=stream)
+            assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
+            assert answer.json()["error"]["message"] == "adapter a.bin: see /v1/models and /docs"
         engine.refuse = None
         form = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/$defs/Missing"}}}
         for sent, part in (
             ({"response_format": form}, "Pointer '/$defs/Missing'"),
             ({"model": "/models/Qwen"}, "no model '/models/Qwen'"),
-            ({"valora": {"adapters": [{"name": "/a/b/c"}]}}, "no model '/a/b/c'"),
+            ({"valora": {"adapters": [{"name": "tiny"}, {"name": "/a/b"}]}}, "no model '/a/b'"),
         ):
             assert part in ask(server, **sent).json()["error"]["message"]
 

@@ -6,12 +6,12 @@ import json
 import math
 
 import numpy as np
-import openai
 import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_helpers import PNG_URL, refused, serving
-from valora_serve.server.api.requests import AT_ONCE
+from valora_serve.server.api.requests import AT_ONCE, numbered
+from valora_serve.types import Request, SamplingParams
 
 
 def test_completions_of_several_prompts_and_tokens(server, client):
@@ -34,6 +34,16 @@ def test_completions_of_several_prompts_and_tokens(server, client):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
     assert texts == {0: "a red", 1: "a red"}
+
+
+def test_no_answer_repeats_that_of_another_seed():
+    found = []
+    for first in (-(2**63), -1, 0, 1, 2, 2**63 - 1):
+        request = Request("r", sampling=SamplingParams(seed=first))
+        seeds = [one.sampling.seed for one in numbered(request, 128)]
+        assert seeds[0] == first and all(-(2**63) <= one < 2**63 for one in seeds)
+        found += seeds
+    assert len({*found}) == 6 * 128
 
 
 def complete(server, **body):
@@ -97,6 +107,15 @@ def test_only_the_prompt_is_scored_with_max_tokens_0(server, tokenizer, words, c
     assert complete(server, prompt="once", max_tokens=0, echo=True)["choices"][0]["text"] == "once"
 
 
+@pytest.mark.parametrize("words", [["a ring " * 25] * 2, [[5, 6, 7] * 15] * 2])
+def test_log_probabilities_of_echoed_prompts_count(server, monkeypatch, words):
+    monkeypatch.setattr("valora_serve.server.api.requests.MAX_LOGPROBS", 180)
+    body = {"prompt": words, "max_tokens": 0, "logprobs": 1, "echo": True}
+    refused(server.client.post("/v1/completions", json=body), 400, "more than 180: ask for fewer")
+    assert complete(server, **body | {"prompt": words[0]})
+    assert complete(server, **body | {"logprobs": None})
+
+
 @pytest.mark.parametrize(
     "text", ["naïve 😀 中文", "plain text", " leading", "<s>typed", "e\u0301 mixed 👩\u200d🚀 end"]
 )
@@ -137,7 +156,7 @@ def test_each_text_gets_its_own_embedding(client, form):
 
 
 def test_a_text_and_tokens(server, client):
-    (item,) = client.embeddings.create(model="tiny", input="one").data
+    (item,) = client.embeddings.create(model="tiny", input="one", dimensions=3).data
     assert item.embedding == pytest.approx(expected("one"), abs=1e-6)
     for given, seen in (([5, 6, 7], [(5, 6, 7)]), ([[5], [6, 7]], [(5,), (6, 7)])):
         before = len(server.engine.asked)
@@ -160,12 +179,6 @@ def test_a_conversation_with_an_image(server):
         asked = server.engine.asked[-1]
         assert [part["type"] for part in asked.messages[0]["content"]] == kinds
         assert len(asked.images) == 1
-
-
-def test_dimensions_are_those_of_the_model(client):
-    assert client.embeddings.create(model="tiny", input="x", dimensions=3).data
-    with pytest.raises(openai.BadRequestError, match="have 3"):
-        client.embeddings.create(model="tiny", input="x", dimensions=2)
 
 
 def test_a_hidden_state_that_is_not_finite_is_an_error():

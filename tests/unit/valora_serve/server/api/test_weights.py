@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.support.http_helpers import refused
-
 TURN = [{"role": "user", "content": "x"}]
 BODIES = {
     "/v1/chat/completions": {"messages": TURN, "max_tokens": 1},
@@ -29,13 +27,6 @@ def test_the_engine_gets_the_weights(server, path, model):
         (request,) = server.engine.asked[asked:]
         assert request.adapters == tuple(weights)
         assert request.model == (model or "tiny")
-
-
-def test_unknown_adapters_are_told(server):
-    for others in ([], [{"name": NAME}]):
-        given = {"adapters": [*others, {"name": "nobody", "weight": 0.5}]}
-        body = BODIES["/v1/completions"] | {"valora": given}
-        refused(server.client.post("/v1/completions", json=body), 404, "nobody")
 
 
 def test_each_adapter_counts(server):

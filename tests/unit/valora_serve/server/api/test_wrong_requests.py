@@ -80,6 +80,7 @@ WRONG = {
         ({"prompt": "a", "max_tokens": 0, "echo": True, "max_completion_tokens": 5}, ""),
         ({"prompt": "a", "suffix": "b"}, ""), ({"prompt": [1, 99999]}, ""),
         ({"prompt": "x" * 3000}, ""), ({"prompt": [2**70]}, ""), ({"prompt": [-1, 5000]}, ""),
+        ({"prompt": ["a"] * 3, "n": 2}, "6 answers are asked for"),
         ({"frequency_penalty": 2.1}, "frequency_penalty"),
         *(({"repetition_penalty": value}, "repetition_penalty") for value in (0, 1e-30, 1e30)),
         *(({"logit_bias": value}, "logit_bias") for value in (
@@ -113,6 +114,7 @@ WRONG = {
         ({"input": "x", "messages": [{"role": "user", "content": "x"}]}, "one of them"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
         ({"input": "x", "dimensions": 0}, "dimensions"), ({"input": [1.5]}, "input"),
+        ({"input": "x", "dimensions": 2}, "have 3"),
         ({"input": ["x"] * 1001}, "input"), ({"input": "x" * 400_001}, "characters"),
         ({"input": [5000]}, "token"), ({"input": "x", "inputs": "y"}, "inputs"),
     ]),

@@ -84,7 +84,7 @@ class Middleware:
         finally:
             stack.close()
             seconds = time.perf_counter() - began
-            pattern = getattr(inner.get("route"), "path", None) or "other"
+            pattern = getattr(inner.get("route"), "path_format", None) or "other"
             shown = scope["method"] if scope["method"] in _METHODS else "other"
             if self._metrics is not None:
                 self._metrics.http(pattern, shown, status or 499, seconds)

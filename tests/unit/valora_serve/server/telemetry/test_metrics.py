@@ -47,9 +47,9 @@ def test_metrics_say_what_happened():
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
         assert found[f"valora_{name}_seconds_count", model] == 3
     assert found["valora_request_failure_total", (("code", "model_not_found"),)] == 1
-    path = "/v1/chat/completions"
-    assert found["valora_http_requests_total",
-                 (("method", "POST"), ("path", path), ("status", "200"))] == 3  # fmt: skip
+    for path, count in (("/v1/chat/completions", 3), ("/v1/vision/{domain}", 1)):
+        assert found["valora_http_requests_total",
+                     (("method", "POST"), ("path", path), ("status", "200"))] == count  # fmt: skip
     assert ("valora_http_requests_total",
             (("method", "GET"), ("path", "other"), ("status", "404"))) in found  # fmt: skip
     assert found["valora_kv_cache_usage_ratio", ()] == 0.2

@@ -114,8 +114,8 @@ def test_unknown_variables_are_refused(monkeypatch, name, near):
         ("log_format: xml", "log_format"), ("tls_cert: a.pem", "tls_key"),
         ("api_key: short", "guess"), ("allow_runtime_loading: true", "adapter_folder"),
         ("{allow_runtime_loading: true, adapter_folder: .}", "API key"), ("rate: -1", "rate"),
-        ("media_hosts: 5", "media_hosts"), ("deadline: .nan", "deadline"),
-        ("deadlines: [a]", "name=value"),
+        ("media_hosts: 5", "media_hosts"), ("decode_seconds: .inf", "finite"),
+        ("deadlines: [a]", "name=value"), ("deadline: .nan", "deadline"),
         *((f"root_path: {path}", rf"root_path.*{re.escape(path)}.*: (write|name)")
           for path in ("valora", "/valora/", "/a?b")),
         *((f"trusted_proxies: ['{one}']", rf"trusted_proxies.*{re.escape(one)}.*: (write|name)")

@@ -21,7 +21,7 @@ from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import SettingsError, StorageError
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.settings import ReplicaSettings
-from valora_serve.server.access.keys import ROLES, new_key
+from valora_serve.server.access.keys import ROLES, KeyRing, new_key
 from valora_serve.server.settings import ServerSettings, existing_folder
 
 if TYPE_CHECKING:
@@ -148,7 +148,6 @@ def _prepare(
     settings: ServerSettings, engine_settings: EngineSettings, held: contextlib.ExitStack
 ) -> None:
     """Refuse wrong settings before models are loaded, and take the lock of the state file."""
-    from valora_serve.server.access.keys import KeyRing
     from valora_serve.server.listen import check_certificate
     from valora_serve.server.loading import startup
     from valora_serve.server.loading.state_file import StateFile, own_state

@@ -41,7 +41,7 @@ class Key:
 
 def hashed(secret: str) -> str:
     """SHA-256 of a key, in hexadecimal."""
-    return hashlib.sha256(secret.encode()).hexdigest()
+    return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def new_key(name: str, role: str, models: Sequence[str] = ()) -> tuple[str, str]:
@@ -145,11 +145,10 @@ class KeyRing:
             raise UnauthorizedError(
                 "This server requires an API key: send it as `Authorization: Bearer KEY`"
             )
-        sent = hashlib.sha256(secret.strip().encode("utf-8", "surrogateescape")).hexdigest()
+        sent = hashed(secret.strip())
         same = [key for key in self._keys if hmac.compare_digest(key.sha256, sent)]
-        found = same[-1] if same else None
-        if found is None:
+        if not same:
             raise UnauthorizedError("This API key is not known: ask the operator for a new one")
-        if admin and found.role != "admin":
-            raise ForbiddenError(f"Key {found.name} may not do this: it takes an admin key")
-        return found
+        if admin and same[-1].role != "admin":
+            raise ForbiddenError(f"Key {same[-1].name} may not do this: it takes an admin key")
+        return same[-1]

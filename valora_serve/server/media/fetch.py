@@ -194,6 +194,8 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(parsed) & 0xFFFFFFFF)
         if inner is not None:
             parsed = inner
+    if parsed.version == 6 and parsed not in ipaddress.ip_network("2000::/3"):
+        return False  # all that is assigned; Python calls more global, such as local NAT64
     return parsed.is_global and not parsed.is_multicast
 
 

@@ -254,7 +254,7 @@ def test_no_key_or_cookie_is_sent(website, site):
         ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("255.255.255.255", False),
         ("::1", False), ("::", False), ("fe80::1%eth0", False), ("fd00::1", False),
         ("::ffff:127.0.0.1", False), ("::ffff:8.8.8.8", True), ("64:ff9b::7f00:1", False),
-        ("64:ff9b::808:808", True), ("2002:7f00:1::", False), ("ff02::1", False),
+        ("64:ff9b::808:808", True), ("2002:7f00:1::", False), ("ff02::1", False), ("fec0::", False),
     ],
 )  # fmt: skip
 def test_public_addresses(address, public):

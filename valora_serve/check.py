@@ -100,7 +100,7 @@ def _gpu(torch: Any, number: int, settings: EngineSettings, bundles: Sequence[Pa
         yield NOTE, f"process {pid} runs on it, too: it takes memory and slows the server down"
     try:
         need = _bytes(settings, bundles)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001 - safetensors' is no ValueError
         return (yield NOTE, f"the size of {settings.base} cannot be read: {first_line(error)}")
     text = f"{settings.base} with adapters and pages needs {need / GIB:.1f} GiB"
     if total * settings.memory - (total - free) < need:

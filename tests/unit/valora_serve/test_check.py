@@ -39,7 +39,7 @@ def looked(monkeypatch, capsys, *gpus, driver="Module  580.65.06  Release", **se
     if driver:
         monkeypatch.setattr(check, "DRIVER", SimpleNamespace(read_text=lambda: driver))
     monkeypatch.setitem(sys.modules, "torch", Torch(*gpus))
-    monkeypatch.setattr(check, "_bytes", lambda *_: 13 * GIB)
+    monkeypatch.setattr(check, "_bytes", lambda one, _: 13 * GIB if one.base == "tiny" else 1 / 0)
     status = check.check(EngineSettings(**settings), [], 100)
     return status, capsys.readouterr().out
 
@@ -52,7 +52,7 @@ def looked(monkeypatch, capsys, *gpus, driver="Module  580.65.06  Release", **se
         ([(138, 140), (0, 140)], {"tensor_parallel": 2}, "GPU 1: cannot be used"),
         ([(138, 140)], {"tensor_parallel": 2}, "--tensor-parallel is 2"),
         ([(8, 8)], {}, "needs 13.0 GiB"), ([(26, 140)], {}, "more than is free of 90% of it"),
-        ([], {}, "no GPU with CUDA_VISIBLE_DEVICES"),
+        ([], {}, "no GPU with CUDA_VISIBLE_DEVICES"), ([(9, 9)], {"base": "damaged"}, None),
         *(([], settings, None) for settings in ({"device": "cpu"}, {"driver": ""})),
     ],
 )  # fmt: skip

@@ -53,7 +53,7 @@ _HOP = {
 _NOT_TO = {*_HOP, FRONT, MODEL, IDENTITY}
 _NOT_BACK = {*_HOP, FRONT, IDENTITY, "date", *(key.decode() for key, _ in SECURE)}
 _NAMED = re.compile(rb'(?<!\\)"(?:model|domains)"\s*+:[\s\[]*+("(?:[^"\\]|\\.){0,512}")')
-_VISION = re.compile(r"/v1/vision/([^/]+)")
+_VISION = re.compile(r"/v1/vision/(.+)")
 # Requests that all replicas are asked, as each knows or has a part.
 _OF_ALL = re.compile(r"GET /metrics|GET /v1/models(/.*)?|POST /v1/unload_lora_adapter")
 

@@ -201,7 +201,7 @@ async def test_answers_tell_a_newer_load_than_reports():
         ("/v1/x", {}, rb'{"messages": [{"content": "\"model\": \"b\""}], "model":"\u00e9"}', "é"),
         ("/v1/x", {"X-Valora-Model": "c"}, b'{"model": "a"}', "c"),
         ("/v1/vision/plates", {}, b"--form", "plates"), ("/v1/vision", {}, b"--form", None),
-        ("/valora/v1/vision/plates", {}, b"", "plates"),
+        ("/valora/v1/vision/plates", {}, b"", "plates"), ("/v1/vision/a/b", {}, b"", "a/b"),
         ("/v1/vision", {}, b' {"domains": ["d", "e"]}', "d"),
         ("/v1/x", {}, b'{"model": 3}', None), ("/v1/x", {}, b"", None),
         ("/v1/x", {}, rb'{"model": "\q"}', None),

@@ -82,6 +82,7 @@ class Running(EngineReplica):
         self.settings = ServerSettings(
             port=0, api_key=SECRET, allow_runtime_loading=True, log_level="error",
             adapter_folder=str(place / "adapters"), state_file=str(place / "state.json"),
+            tls_cert="of-the-fronts.pem", tls_key="of-the-fronts.key",
         )  # fmt: skip
         state = SharedState(self._board, name, place / "state.json")
         self.served_set = ServedSet(self.engine, place / "adapters", state)

@@ -74,8 +74,8 @@ class Board:
 
     async def change(self, replica: str, state: SavedState) -> Exception | None:
         """Have the other replicas serve a state, and record it; the error if neither was done."""
-        if self._holder != replica:
-            return StoppedError("The board of the replicas has started anew: ask again")
+        if self._holder != replica:  # the board has started anew, perhaps after it recorded this
+            return None if state == self._state else StoppedError("The board is new: ask again")
         async with self._changing:
             error = await self._follow(state)
             try:

@@ -90,17 +90,15 @@ async def keep_fronts(
         made.stdin.close()
         return made
 
-    await tell()
-    running = [start() for _ in range(count)]
+    running: list[Any] = []
     while not stop.is_set():
         await tell()
-        for number, front in enumerate(running):
-            if front.poll() is None:
-                continue
+        for front in [one for one in running if one.poll() is not None]:
             if announce is not None:
                 raise SettingsError("a front did not start: see what it has said above")
             log.warning("a front ended with status %s: it starts again", front.returncode)
-            running[number] = start()
+            running.remove(front)
+        running += [start() for _ in range(count - len(running))]
         if announce and all(plan[0].with_name(str(one.pid)).exists() for one in running):
             announce = announce()
         with contextlib.suppress(TimeoutError):
@@ -132,9 +130,9 @@ def join(address: str | None) -> Any:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     # Ray gives up after 30 s by default, less than a cold start on a slow disk takes.
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
-    options: dict[str, Any] = {"address": address}
-    if address is None:  # of which Ray would join what RAY_ADDRESS names or what runs here
-        options = {"address": "local", "include_dashboard": False, "object_store_memory": 128 << 20}
+    # Without `local`, Ray would join what RAY_ADDRESS names or what runs here.
+    own = {"address": "local", "include_dashboard": False, "object_store_memory": 128 << 20}
+    options: dict[str, Any] = own if address is None else {"address": address}
     try:
         if address not in (None, "auto"):  # Ray itself tries for minutes
             host, _, port = str(address).rpartition(":")

@@ -101,20 +101,17 @@ class Front:
         body = await self._bodies.read(request, Rules())
         path = scope["path"].removeprefix(scope["root_path"])
         if _OF_ALL.fullmatch(asked := f"{request.method} {path}"):
-            await until_disconnect(receive, self._ask_all(request, body, asked, send))
-            return
+            return await until_disconnect(receive, self._ask_all(request, body, asked, send))
         lost, ranked = 0, self._ranked(named(request, body))
         for one in 2 * ranked:
             one.load += 1
             try:
-                await until_disconnect(receive, self._pass(one, request, body, send))
+                return await until_disconnect(receive, self._pass(one, request, body, send))
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
                 self._replicas.pop(one.id, None)  # nothing was sent; until the next update
             except (aiohttp.ClientError, ConnectionError) as error:
                 logs.LOG.warning("replica %s lost a request: %r", one.id, error)
                 lost += 1
-            else:
-                return
             finally:
                 one.load = max(0, one.load - 1)  # a report may not have counted it
             if lost == 2:  # it is sent once more, as none of its answer has come
@@ -138,7 +135,8 @@ class Front:
         headers = [pair for pair in request.headers.items() if pair[0] not in _NOT_TO]
         headers.append((FRONT, f"{one.report.secret} {json.dumps(told)}"))
         headers.append((IDENTITY, str(logs.request_id.get())))
-        target = b"?".join(filter(None, (scope["raw_path"], scope["query_string"])))
+        # Never without the slash: behind a port, `@host` would name another host.
+        target = b"/%b?%b" % (scope["raw_path"].removeprefix(b"/"), scope["query_string"])
         url = URL(one.report.url + target.decode("latin-1"), encoded=True)
         return self._client.request(
             scope["method"], url, headers=headers, data=body or None, allow_redirects=False
@@ -168,7 +166,6 @@ class Front:
     async def _ask_all(self, request: Request, body: bytes, asked: str, send: Send) -> None:
         """Answer with what all replicas say, as one, or with what one of them refuses with."""
         seconds = JOIN_SECONDS if request.method == "GET" else None
-
         said: dict[Replica, tuple[Any, bytes]] = {}
 
         async def ask(one: Replica) -> None:

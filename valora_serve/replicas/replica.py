@@ -120,7 +120,8 @@ class EngineReplica:
         self._context.guard.rates.taken = Counter()
         self._secret = secrets.token_hex(16)
         self._url = "http://{}:{}".format(*bound.getsockname())
-        self._server = make_server(cast("Any", self), settings)
+        plain = replace(settings, tls_cert=None, tls_key=None)  # TLS ends at the fronts
+        self._server = make_server(cast("Any", self), plain)
         self._server.config.http = "httptools"  # fronts have bounded what comes here
         self._serving = asyncio.create_task(self._server.serve([bound]))
 
@@ -130,8 +131,7 @@ class EngineReplica:
             return await self._app(scope, receive, send)
         secret, _, sent = Headers(scope=scope).get(FRONT, "").partition(" ")
         if not hmac.compare_digest(secret.encode(), self._secret.encode()):
-            refused = Response("Ask the server, not its replica", 403)
-            return await refused(scope, receive, send)
+            return await Response("Ask the server, not its replica", 403)(scope, receive, send)
         inner = {**scope, **json.loads(sent)}
 
         async def sending(message: Message) -> None:

@@ -46,7 +46,7 @@ async def test_one_replica_at_a_time_changes_what_is_served(tmp_path, clock):
     assert await waiting == new
     clock.return_value += STALE + 1  # z is silent
     assert await board.lock("x") == new
-    assert Board(str(file)).state() == new, "a board that starts anew"
+    assert await Board(str(file)).change("x", new) is None, "it is recorded, says one that is new"
     assert isinstance(await Board(str(file)).change("x", old), StoppedError)
 
 

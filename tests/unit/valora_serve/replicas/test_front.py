@@ -106,6 +106,18 @@ async def test_requests_and_answers_are_passed_on_as_they_are():
 
 
 @awaited
+async def test_what_a_client_asks_for_names_no_other_host():
+    one, other = Replica(*[answer()] * 5), Replica()
+    async with fronted(one) as (client, _), fronted(other) as (elsewhere, _):
+        there = f"@127.0.0.1:{elsewhere.base_url.port}/"
+        for target in (there, "*", "http://a/b", "?c", "//d"):
+            got = await client.get("/", extensions={"target": target.encode()})
+            assert got.status_code == 200, target
+    asked = [line.split()[1] for line, _ in one.heads]
+    assert (asked, other.heads) == ([f"/{there}", "/*", "/http://a/b", "/?c", "//d"], [])
+
+
+@awaited
 async def test_a_request_goes_to_another_replica_if_its_own_has_died():
     dies, lives = Replica(), Replica(answer(), answer())
     async with fronted(dies, lives, None) as (client, front):

@@ -36,6 +36,7 @@ from valora_serve.types import EngineStats, Output, Request, ServedModel, failur
 log = logging.getLogger(__name__)
 
 STATE_SECONDS = 0.05  # between two states of an engine that answers nothing
+CLOSE_SECONDS = 30.0  # that an engine has to stop, once its requests had theirs
 
 
 class _Pickler(pickle.Pickler):
@@ -198,8 +199,8 @@ class EngineProcess:
 
     async def close(self, drain: float = 0.0) -> None:
         if hasattr(self, "base") and not self._closing:  # it has started
-            with contextlib.suppress(ServeError):  # the process has ended
-                await self._call("close", drain)
+            with contextlib.suppress(ServeError, TimeoutError):  # the process has ended, or hangs
+                await asyncio.wait_for(self._call("close", drain), drain + CLOSE_SECONDS)
         self._closing = True
         self._process.kill()  # it has nothing to put in order any more
         await self._gone.wait()

@@ -140,7 +140,9 @@ def test_models_come_and_go(bundle, tmp_path):
     with_process(body)
 
 
-def test_leaving_an_answer_cancels_it_and_deadlines_hold():
+def test_what_is_left_or_late_ends_and_so_does_a_process_that_hangs(monkeypatch):
+    monkeypatch.setattr("valora_serve.engine.process.CLOSE_SECONDS", 0.5)
+
     async def body(engine):
         stream = engine.generate(words("left", tokens=1000))
         await anext(stream)
@@ -150,14 +152,14 @@ def test_leaving_an_answer_cancels_it_and_deadlines_hold():
         assert (await outputs_of(engine, words("left"))).finish is Finish.LENGTH  # the id is free
         late = await outputs_of(engine, words("late", tokens=1000, deadline=0.05))
         assert isinstance(late.error, DeadlineError)
+        os.kill(engine._process.pid, signal.SIGSTOP)
 
     with_process(body)
 
 
 def test_a_setting_that_cannot_be_kept_is_told_in_the_same_words():
-    wrong = replace(SETTINGS, decision_trace="/nowhere/trace")
     with pytest.raises(SettingsError, match=r"decision trace /nowhere/trace cannot be written"):
-        with_process(None, wrong)
+        with_process(None, replace(SETTINGS, decision_trace="/nowhere/trace"))
 
 
 def test_a_killed_process_is_told_and_fails_what_it_had():
@@ -207,7 +209,6 @@ def test_what_nobody_expected_is_raised_and_logged_here(caplog):
 SERVER = """
 import asyncio, os, sys
 from valora_serve.engine.settings import EngineSettings
-from valora_serve import errors
 from valora_serve.engine.process import EngineProcess
 
 async def main():

@@ -127,7 +127,8 @@ class AdapterRegistry:
         self._row_norms = lmm.linears.row_norms() if mergeable else {}
         self._key_of: dict[str, str] = {}  # by content hash
         self._names: dict[str, list[str]] = {}  # of the adapters that a name needs, by key
-        self._names_of = lru_cache(2)(self._find_names)  # the same at nearly every step
+        # The same at nearly every step.
+        self._names_of = lru_cache(2)(lambda keys: tuple(self.by_name(dict.fromkeys(keys, ""))))
         self.contexts = 0  # that requests can name
         self._named_prefixes: set[str] = set()  # keys of those that a name needs
 
@@ -151,9 +152,6 @@ class AdapterRegistry:
     def names(self, keys: Collection[str]) -> tuple[str, ...]:
         """Return all names that requests can use for some adapters."""
         return self._names_of(frozenset(keys))
-
-    def _find_names(self, keys: frozenset[str]) -> tuple[str, ...]:
-        return tuple(self.by_name(dict.fromkeys(keys, "")))
 
     def name(self, key: str) -> str:
         """Return the name of an adapter; its key if only running requests still need it."""

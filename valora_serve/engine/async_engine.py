@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from valora_serve.engine.engine import Engine
+from valora_serve.engine.engine import Engine, as_serve_error
 from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import RequestError, ServeError, StoppedError, UnknownModelError
@@ -265,19 +265,17 @@ class AsyncEngine:
             return dict.fromkeys(mine, StoppedError(stopped))
         try:
             found = await self._in(self._preparing, prepare)
-            ready = [one for key, one in found.items() if isinstance(one, Prepared) and key in mine]
+            found = {key: one for key, one in found.items() if key in mine}
+            ready = [one for one in found.values() if isinstance(one, Prepared)]
             refused = await self._do(lambda: self._engine.add_all(ready))
-        except ServeError as error:
-            return dict.fromkeys(mine, error)
-        except Exception as error:
-            log.exception("requests %s", ", ".join(mine))
-            return {key: ServeError(f"request {key} failed: {error}") for key in mine}
+        except Exception as error:  # noqa: BLE001 - the requests get it
+            return {key: as_serve_error(key, error) for key in mine}
         old = {key for key, one in refused.items() if isinstance(one, UnknownModelError)}
         wrong = {key: one for key, one in found.items() if isinstance(one, ServeError)} | refused
-        if not old or attempts == 1:
-            return wrong
-        again = await self._begin(old, prepare, attempts - 1)
-        return {key: one for key, one in wrong.items() if key in mine - old} | again
+        if old and attempts > 1:
+            wrong = {key: one for key, one in wrong.items() if key not in old}
+            wrong |= await self._begin(old, prepare, attempts - 1)
+        return wrong
 
     def _abandon(self, request_id: str) -> None:
         if not self._engine.cancel(request_id):

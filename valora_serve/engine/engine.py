@@ -289,13 +289,16 @@ class Engine:
             for request in requests:
                 try:
                     target = self.store.mix(request.model, request.adapters)
-                    key = repr((request.messages or target.model.prompt, bool(request.videos)))
-                    if key in prompts and target.context is None:
+                    given = request.messages, request.text, request.token_ids, request.embed
+                    own = target.model.prompt if request.messages is None else None
+                    memory = target.context and target.context.content
+                    key = repr((*given, own, memory, bool(request.videos)))
+                    if key in prompts:
                         found[request.id] = replace(prompts[key], request=request, target=target)
                     else:
                         found[request.id] = prompts[key] = self.prepare(request)
                 except Exception as error:  # noqa: BLE001 - its own request gets it
-                    found[request.id] = _as_serve_error(request.id, error)
+                    found[request.id] = as_serve_error(request.id, error)
         return found
 
     def prepare_compression(self, wanted: NewContext, name: str) -> Compression:
@@ -310,8 +313,8 @@ class Engine:
         for prepared in asked:
             try:
                 together.append(self.add(prepared, together))
-            except errors.ServeError as error:
-                failed[prepared.request.id] = error
+            except Exception as error:  # noqa: BLE001 - its own request gets it
+                failed[prepared.request.id] = as_serve_error(prepared.request.id, error)
         return failed
 
     def add(self, prepared: Prepared, together: Sequence[SequenceState] = ()) -> SequenceState:
@@ -361,10 +364,9 @@ class Engine:
         with self._explained():
             self.start_up.prepare_missed(self.runner)
             now = time.monotonic()
-            for key, wrong in self.adapters.poll().items():
-                self._fail_users(key, wrong)
             starved = now - self.settings.policy_settings.patience
-            for key, wrong in self.requests.load_prefixes(starved).items():
+            failed = self.adapters.poll() | self.requests.load_prefixes(starved)
+            for key, wrong in failed.items():
                 self._fail_users(key, wrong)
             for late in self.requests.overdue(now):
                 said = f"request {late.id} missed its deadline: allow it more time"
@@ -593,7 +595,7 @@ class Engine:
                 works.append(sequence.work(count, table(sequence.id), adapters, lmm))
                 kept.append((sequence, count))
             except Exception as error:  # noqa: BLE001 - its own request gets it
-                self._fail(sequence, _as_serve_error(sequence.id, error))
+                self._fail(sequence, as_serve_error(sequence.id, error))
         return kept, works
 
     # ------------------------------------------------------------------ it is answered
@@ -604,25 +606,24 @@ class Engine:
         logprobs = None if found is None else self._logprobs(flight.choosing, tokens, found)
         for row, (sequence, token) in enumerate(zip(flight.choosing, tokens, strict=True)):
             sequence.pending -= 1
-            if sequence.finish is not None:
-                continue  # it ended while this step ran
             if token == BROKEN:
                 self._broken(sequence, flight)
-                continue
+            if sequence.finish is not None:
+                continue  # also if it ended while this step ran
             try:
                 self._token(sequence, token, logprobs[row] if logprobs else (), mode)
             except Exception as error:  # noqa: BLE001 - its own request gets it
-                self._fail(sequence, _as_serve_error(sequence.id, error))
+                self._fail(sequence, as_serve_error(sequence.id, error))
         if flight.heads is not None:
             results = flight.heads.read()
             for sequence, result in zip(flight.answering, results, strict=True):
+                if isinstance(result, errors.NonFiniteError):
+                    self._broken(sequence, flight)
                 if sequence.finish is not None:
                     continue
                 sequence.first_token = time.monotonic()
                 if isinstance(result, HeadResult):
                     self._end(sequence, Finish.HEAD, head=result, kv=sequence.kv, mode=mode)
-                elif isinstance(result, errors.NonFiniteError):
-                    self._broken(sequence, flight)
                 else:
                     self._fail(sequence, result)
 
@@ -691,18 +692,19 @@ class Engine:
 
     def _broken(self, sequence: SequenceState, flight: Flight) -> None:
         """End a request whose outputs are not finite, and keep the cause from later ones."""
-        self.non_finite += 1
-        name = " and ".join(name for name, _ in sequence.request.adapters) or sequence.request.model
         on_adapter = bool(sequence.adapters)
-        remedy = "use another model, or train the adapter again" if on_adapter else "see the log"
-        error = errors.NonFiniteError(
-            f"{name or 'the base model'} computed NaN or infinity for this request: {remedy}",
-            blame_adapter=on_adapter,
-        )
-        log.warning("request %s on %s in %s mode: %s", sequence.id, name, flight.mode, error)
-        self._fail(sequence, error)
+        if sequence.finish is None:
+            self.non_finite += 1
+            named = " and ".join(name for name, _ in sequence.request.adapters)
+            name = named or sequence.request.model or "the base model"
+            remedy = (
+                "use another model, or train the adapter again" if on_adapter else "see the log"
+            )
+            said = f"{name} computed NaN or infinity for this request: {remedy}"
+            log.warning("request %s in %s mode: %s", sequence.id, flight.mode, said)
+            self._fail(sequence, errors.NonFiniteError(said, blame_adapter=on_adapter))
         self.blocks.forget(sequence.keys)
-        if flight.merged is not None and not on_adapter:
+        if not (on_adapter or flight.merged is None or flight.merged in self.adapters.unmergeable):
             # Without an adapter of its own, the merged one is the likeliest cause.
             reason = "a request of the base model was not finite beside it"
             log.error("adapter %s is not merged any more: %s", flight.merged, reason)
@@ -794,7 +796,7 @@ class Engine:
             log.warning("the end of the decision trace is lost: %s", error)
 
 
-def _as_serve_error(request_id: str, error: Exception) -> errors.ServeError:
+def as_serve_error(request_id: str, error: Exception) -> errors.ServeError:
     """Return the error that a request ends with; what nobody expected is logged."""
     if isinstance(error, errors.ServeError):
         return error

@@ -86,8 +86,8 @@ class Preprocessing:
                 raise UnknownModelError(f"{key.rpartition('#')[0]} was unloaded: ask again")
             if key in self._adapters.quarantined:
                 raise self._registry.quarantined(key)
-        adapter_pages, prefix = self._adapter_pages(adapters), self._prefix_of(context)
-        prefix_pages = 0 if prefix is None else self._prefixes.pages(prefix)
+        prefix = self._prefix_of(context)
+        adapter_pages, prefix_pages = self._pages(adapters, prefix)
         size = self._settings.block_size
         own = prompt.given // size  # pages that the request shares with others of the context
         needed = -(-(len(ids) + max(max_new, 1)) // size) - own + adapter_pages + prefix_pages
@@ -154,20 +154,21 @@ class Preprocessing:
         if wrong := [token for token, _ in sampling.logit_bias if not 0 <= token <= last]:
             raise RequestError(f"logit_bias: expected tokens 0 to {last}, got {wrong[0]}")
 
-    def _adapter_pages(self, keys: Collection[str]) -> int:
-        """Return the pages that a request's adapters take from keys and values."""
-        pages, own = sum(map(self._adapters.pages, keys)), self._adapters.budget.pool
-        named = " and ".join(map(self._registry.name, keys))
+    def _pages(self, keys: Collection[str], prefix: str | None) -> tuple[int, int]:
+        """Return the pages that a request's adapters and prefix take from keys and values."""
         if len(keys) > self._settings.slots:
+            named = " and ".join(map(self._registry.name, keys))
             raise RequestError(f"adapters {named} do not fit at a time: raise slots")
+        pages, own = sum(map(self._adapters.pages, keys)), self._adapters.budget.pool
+        prefix_pages = 0 if prefix is None else self._prefixes.pages(prefix)
         if own is self._pool:
-            return pages
-        if pages > own.pages:
+            return pages, prefix_pages
+        if pages + prefix_pages > own.pages:
             raise RequestError(
-                f"adapter {named} needs {plural(pages, 'page')}, {own.pages} are kept for "
-                "adapters: raise adapter_share"
+                f"adapter and context need {plural(pages + prefix_pages, 'page')}, {own.pages} are "
+                "kept for these: raise adapter_share"
             )
-        return 0
+        return 0, 0
 
     def _prefix_of(self, context: Context | None) -> str | None:
         if context is None or not context.has_prefix:

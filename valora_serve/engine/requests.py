@@ -67,8 +67,8 @@ class Requests:
         if key not in self.prefixes.resident:
             return False
         pages = self.own_pages(sequence, len(sequence.ids) + 1)
-        if not self.prefixes.pinned(key):  # admitting the request takes them from those that count
-            pages += self.prefixes.pages(key)
+        if self.prefixes.budget.pool is self.blocks.pool and not self.prefixes.pinned(key):
+            pages += self.prefixes.pages(key)  # admitting it takes them from those that count
         sequence.view.pages = pages
         return True
 

@@ -17,7 +17,8 @@ UNMERGEABLE = (NF4_PACKED, FP8)  # ways to store weights, into which no adapter 
 LAZY, EAGER = CAPTURES = ("lazy", "eager")
 SWIFT, BY_MATRIX = SWITCHES = ("swift", "by_matrix")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-MAX_RANK = 1024  # largest rank that room may be kept for: buffers grow with it
+# Largest rank, and most requests, that room may be kept for: buffers grow with both.
+MAX_RANK, MAX_REQUESTS = 1024, 1 << 16
 SHARED = ("none", "key", "adapter")  # what shares of the machine can be kept for
 
 
@@ -128,6 +129,9 @@ class EngineSettings:
         for name, low in lowest.items():
             if (value := getattr(self, name)) is not None and value < low:
                 raise ValueError(f"{name}: expected at least {low}, got {value}")
+        for name, most in {"max_rank": MAX_RANK, "max_requests": MAX_REQUESTS}.items():
+            if (value := getattr(self, name)) > most:
+                raise ValueError(f"{name}: expected at most {most}, got {value}")
         choices = {
             "dtype": DTYPES, "quantize": QUANTIZATIONS, "capture": CAPTURES, "operator": OPERATORS,
             "lora_parallel": LORA_PARALLEL, "share_by": SHARED, "switch": SWITCHES,
@@ -140,8 +144,6 @@ class EngineSettings:
         split, sharing = self.tensor_parallel > 1, self.share_by != "none"
         given = self.policy_settings
         for wrong, said in (
-            (self.max_rank > MAX_RANK,
-             f"max_rank: expected at most {MAX_RANK}, got {self.max_rank}"),
             (not 0 < self.memory <= 1, f"memory: expected a share in (0, 1], got {self.memory}"),
             (not 0 <= self.adapter_share < 1,
              f"adapter_share: expected a share in [0, 1), got {self.adapter_share}"),

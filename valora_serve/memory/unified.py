@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from valora_data.wording import plural
+from valora_data.wording import first_line, plural
 from valora_kernels.weights import LoraWeights
 from valora_serve.catalogue.adapters import Adapter
-from valora_serve.errors import AdapterError
+from valora_serve.errors import AdapterError, SettingsError
 from valora_serve.memory.block_manager import Owner, PagePool
 from valora_serve.memory.residency import Entry, MemoryBudget, P, Packed, Residency
 
@@ -128,31 +128,37 @@ class UnifiedMemory:
         widest = max((max(group.a_width, *group.b_widths) for group in groups), default=0)
         if widest > page.elements:
             needed = -(-widest * page.block_size // page.elements)
-            raise ValueError(
+            raise SettingsError(
                 f"block_size: a page of {page.elements} elements is too small for a rank row of "
                 f"{widest}; use blocks of at least {needed} tokens"
             )
         self.pages, self.page = pages, page
         self.slots, self.max_rank = slots, max_rank
         self._zeros = pages * page.elements
-        # Zeros: attention multiplies values of masked tokens by 0, so they must be finite.
-        # [pages · elements per page + widest rank row], flat. Behind the pages lie zeros, from
-        # which absent rank rows are read.
-        self.storage = torch.zeros(self._zeros + widest, dtype=dtype, device=device)
+        count = sum(len(group.modules) for group in groups)
+        try:
+            # Zeros: attention multiplies values of masked tokens by 0, so they must be finite.
+            # [pages · elements per page + widest rank row], flat. Behind the pages lie zeros, from
+            # which absent rank rows are read.
+            self.storage = torch.zeros(self._zeros + widest, dtype=dtype, device=device)
+            self._tables = torch.full(
+                (2, count, slots, max_rank), self._zeros, dtype=torch.int64, device=device
+            )
+            # Allocated once, as allocating pinned memory waits for the device. A slot's part is
+            # written again only after its last copy.
+            self._on_host = torch.zeros(
+                (slots, 2, count, max_rank), dtype=torch.int64, pin_memory=self.storage.is_cuda
+            )
+        except RuntimeError as error:
+            raise SettingsError(
+                f"the memory of pages and adapters cannot be allocated ({first_line(error)}): "
+                "lower pages, block_size, slots or max_rank"
+            ) from error
         self.device = self.storage.device
         self._held = self.storage[: self._zeros].view(pages, page.elements)
         blocks = page.view(self._held)
         # Keys and values of each layer, two views [pages, block_size, kv_heads, head_dim].
         self.kv = [(blocks[:, layer, 0], blocks[:, layer, 1]) for layer in range(page.layers)]
-        count = sum(len(group.modules) for group in groups)
-        self._tables = torch.full(
-            (2, count, slots, max_rank), self._zeros, dtype=torch.int64, device=device
-        )
-        # Allocated once, as allocating pinned memory waits for the device. A slot's part is
-        # written again only after its last copy.
-        self._on_host = torch.zeros(
-            (slots, 2, count, max_rank), dtype=torch.int64, pin_memory=self.storage.is_cuda
-        )
         self._table = torch.zeros_like(self._on_host[0], device=device)
         self._projections: dict[str, tuple[int, int, GroupSpec]] = {}  # number, index in its group
         # Address tables into `storage` for the adapters of each group, by its name.

@@ -170,6 +170,23 @@ def test_a_large_prefix_is_not_overtaken_for_ever(base, tmp_path):
     finish(engine, found)
 
 
+def test_what_is_asked_together_has_its_own_context_and_text(base, bundle, reference):
+    engine, (one,) = engine_of(base, bundle, policy="unmerge_only"), questions([None])
+    asked = [replace(one, id=f"{name}", model=name) for name in ("whole", None, "tokens", "plain")]
+    asked += [replace(one, id=text, messages=None, text=text) for text in ("a red car", "sea")]
+    assert not engine.add_all([*engine.prepare_all(asked).values()])
+    found = finish(engine)
+    check(found, [one for one in asked if one.text is None], reference)
+    assert all(found[x.id].tokens == run(engine, [x])[x.id].tokens for x in asked[-2:])
+
+
+def test_a_share_of_adapters_holds_prefixes_or_refuses_them(base, bundle, reference):
+    engine = engine_of(base, bundle, pages=40, adapter_share=0.05)
+    with pytest.raises(RequestError, match=r"need 6 pages, 2 are .*: raise adapter_share"):
+        add_requests(engine, *questions(["ragged"]))
+    check(run(engine, whole := questions(["whole"])), whole, reference)
+
+
 def test_a_context_may_be_forgotten_while_it_is_read(base, bundle, reference):
     engine = engine_of(base, bundle)
     first, second, third = questions(["whole", "ragged", "whole"])

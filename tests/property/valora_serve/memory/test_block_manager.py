@@ -194,19 +194,11 @@ def compute(manager, tokens, *about, **options):
     manager.close("x")
 
 
-def cached(manager, tokens, *about, limit=None, **options):
+def cached(manager, tokens, *about, **options):
     """How many tokens of a prompt are cached."""
-    found = manager.open("?", SequencePages(tokens, *about, **options), limit)
+    found = manager.open("?", SequencePages(tokens, *about, **options))
     manager.close("?")
     return found
-
-
-def test_the_last_token_is_always_computed():
-    manager = BlockManager(PagePool(10), 2)
-    compute(manager, [1, 2, 3, 4])
-    assert cached(manager, [1, 2, 3, 4]) == 2
-    assert cached(manager, [1, 2, 3, 4, 5]) == 4
-    assert cached(manager, [1, 2, 3, 4, 5], limit=3) == 2
 
 
 CAT_AND_DOG = [ImageSpan(1, 3, b"cat"), ImageSpan(3, 5, b"dog")]
@@ -244,22 +236,6 @@ def test_least_recently_used_goes_first():
     assert pool.take(3, Owner.ADAPTER) is not None
     assert cached(manager, [1, 1, 1]) == 2
     assert cached(manager, [2, 2, 2]) == 0
-
-
-def test_who_lacks_pages_asks_for_them():
-    pool = PagePool(3)
-    held = pool.take(3, Owner.ADAPTER)
-    asked = []
-
-    def give(lacking):
-        asked.append(lacking)
-        pool.give(held.pop())
-
-    pool.on_short = give
-    assert pool.take(2, Owner.KV) is None
-    assert asked == [2] and pool.free == 1
-    assert pool.take(2, Owner.KV) is not None
-    assert asked == [2, 1]
 
 
 def test_where_an_adapter_begins_counts():

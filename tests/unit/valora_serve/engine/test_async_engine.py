@@ -89,8 +89,11 @@ def test_what_is_replaced_while_a_request_is_prepared_is_prepared_again(
     inner = make_engine(base, {"a": adapters["a"]})
     replacing, add_all = [adapters["c"], adapters["b"]], inner.add_all
     monkeypatch.setattr(inner, "add_all", lambda ready: change() or add_all(ready))
+    prepare_all, gone = inner.prepare_all, {}
+    monkeypatch.setattr(inner, "prepare_all", lambda asked: prepare_all(asked) | gone)
 
     def change():
+        gone["other"] = UnknownModelError("unloaded since it was put in the queue")
         if replacing:
             inner.registry.unregister("adapter", "a")
             if (folder := replacing.pop(0)) is not None:

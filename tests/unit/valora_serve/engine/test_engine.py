@@ -105,6 +105,18 @@ def test_cancelled(base, reference, scene, kind, when):
     assert found.get("beside", Got()).tokens + seen["beside"].tokens == reference(beside).tokens
 
 
+def test_no_cache_keeps_what_is_not_finite_of_a_request_that_has_ended(base, reference):
+    engine, one = make_engine(base, overlap=True, block_size=4), question("one")
+    words = engine.lmm.language_model.get_input_embeddings().weight.data
+    whole = words.clone()
+    add_requests(engine, one)
+    words.fill_(math.nan)
+    steps(engine)
+    words.copy_(whole)
+    assert engine.cancel("one") and finish(engine)
+    check_answers(run(engine, [one]), reference, one)
+
+
 def test_deadlines(base, reference, monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
@@ -187,6 +199,8 @@ def test_requests_that_have_waited_too_long_take_turns(base, adapters, policy, r
     [
         (Engine, {"device": "banana"}, "device banana cannot be used"),
         (Engine, {"adapter_share": 0.99, "pages": 10}, "leaves too few for keys and values"),
+        (Engine, {"pages": 10**13}, "cannot be allocated .*: lower pages, block_size"),
+        (None, {"max_requests": 10**9}, "max_requests: expected at most 65536, got 1000000000"),
         (None, {"policy_settings": PolicySettings(fair=True)}, "set with share_by"),
         (None, {"policy": "fifo"}, "policy .fifo.: choose one of algorithm1, "),
         (None, {"switch": "slow"}, "switch: expected one of swift, by_matrix, got slow"),

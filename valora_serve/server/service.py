@@ -16,6 +16,7 @@ from valora_serve.errors import CancelledRequestError, ServeError, StoppedError,
 from valora_serve.server.access.admission import Admission
 from valora_serve.server.access.guard import caller, caller_key
 from valora_serve.server.samples import Samples
+from valora_serve.server.telemetry.logs import LOG
 from valora_serve.server.telemetry.metrics import Metrics
 from valora_serve.server.telemetry.spans import Tracer
 from valora_serve.types import EngineClient, Finish, Output, Request, ServedModel, Times
@@ -50,17 +51,16 @@ class Service:
 
     async def changed(self, change: Coroutine[Any, Any, T]) -> T:
         """Make a change of what is served to its end, also if its client leaves meanwhile."""
-
-        async def made() -> T:
-            try:
-                return await change
-            finally:
-                self.refresh()
-
-        task = asyncio.create_task(made())
+        task = asyncio.create_task(change)
         self._changes.add(task)  # the event loop itself holds tasks weakly
-        task.add_done_callback(self._changes.discard)
+        task.add_done_callback(self._changed)
         return await asyncio.shield(task)
+
+    def _changed(self, task: asyncio.Task[Any]) -> None:
+        self._changes.discard(task)
+        self.refresh()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            LOG.warning("a change of what is served failed: %s", error)
 
     def hide(self, name: str) -> None:
         """Let no request name a model that is about to be unloaded, until `show`."""

@@ -161,8 +161,7 @@ def test_a_star_or_a_bundle_stands_for_its_domains(server):
     assert named[0] == named[1]
 
 
-def test_odd_names_of_domains():
-    """An adapter that is named as a bundle goes first, and names may hold slashes."""
+def test_an_adapter_named_as_a_bundle_goes_first_and_names_may_hold_slashes():
     engine = FakeEngine()
     for name in ("d", "a/b? c"):
         engine._served[name] = replace(PERSON, name=name, kind="adapter", bundle=None)

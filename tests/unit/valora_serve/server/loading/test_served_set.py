@@ -251,16 +251,18 @@ def test_what_could_not_be_restored_can_be_forgotten(place):
     assert after_restart(place) == BUILT_IN
 
 
-def test_a_load_goes_on_when_its_client_leaves(place):
+def test_a_load_goes_on_when_its_client_leaves(place, caplog):
     class Slow(FakeEngine):
         async def load_adapter(self, name, folder, *, decode_only=False):
             await asyncio.sleep(0.3)
             return await super().load_adapter(name, folder, decode_only=decode_only)
 
-    with serving(Slow(), **loading(place)) as server:
-        body = {"lora_name": "mine", "lora_path": "good"}
-        with pytest.raises(Exception, match="timed out"):
-            server.client.post("/v1/load_lora_adapter", json=body, timeout=0.1,
-                               headers={"authorization": f"Bearer {ADMIN}"})  # fmt: skip
+    adapter(place / "adapters" / "bad", content=b"nope")
+    with serving(Slow(), key=ADMIN, **loading(place)) as server:
+        for path in ("bad", "good"):
+            body = {"lora_name": "mine", "lora_path": path}
+            with pytest.raises(Exception, match="timed out"):
+                server.client.post("/v1/load_lora_adapter", json=body, timeout=0.1)
         until(lambda: server.service.serves("mine"))
+        assert "a change of what is served failed: adapter mine is damaged" in caplog.text
         assert after_restart(place) == roots(server.engine)

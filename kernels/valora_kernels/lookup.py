@@ -101,9 +101,8 @@ class TilingTable:
     @classmethod
     def load(cls, path: Path, gpu: Gpu) -> TilingTable:
         """Read a table that `save` wrote; a `ValueError` says that it is none for this GPU."""
-        text = path.read_text()
         try:
-            data = json.loads(text)
+            data = json.loads(path.read_text())
             made_for = (data["version"], data["gpu"])
             if made_for != (VERSION, gpu.name):
                 raise ValueError(f"expected {(VERSION, gpu.name)}, got {made_for}")  # noqa: TRY301
@@ -114,7 +113,7 @@ class TilingTable:
                 Shape(**dict(zip(columns, row[:-1], strict=True))): tilings[row[-1]]
                 for row in data["shapes"]["rows"]
             }
-        except (ValueError, TypeError, LookupError, AttributeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{path}: no tiling table of {gpu.name} ({error}): delete it, and measure it again "
                 "with valora-tile"

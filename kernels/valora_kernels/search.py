@@ -228,7 +228,7 @@ def _model(name: str) -> list[Widths]:
     try:
         config = PRESETS[name] if name in PRESETS else json.loads(Path(name).read_text())
         return [_checked(*widths) for widths in groups_of_model(config)]
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
             f"{name}: {error}: name a model's config.json, one of {', '.join(PRESETS)}, or use "
             "--shape"

@@ -71,19 +71,18 @@ def test_tables_survive_the_disk(tmp_path):
     "change",
     [
         lambda text: text[:-20],
-        lambda text: text.replace('"adapters"', '"tenants"'),
-        lambda text: text.replace('"warps"', '"waves"'),
-        lambda text: text.replace('"tilings"', '"tiles"'),
-        lambda text: text.replace('"version": 2', '"version": 99'),
-        lambda text: text.replace(H200.name, "another GPU"),
-        lambda text: text.replace('"shrink_expand"', '"sideways"'),
-        lambda _: "[1]",
+        *(lambda text, pair=pair: text.replace(*pair) for pair in (
+            ('"adapters"', '"tenants"'), ('"warps"', '"waves"'), ('"tilings"', '"tiles"'),
+            ('"version": 2', '"version": 99'), ('"shrink_expand"', '"sideways"'),
+            (H200.name, "another GPU"),
+        )),
+        *(lambda _, text=text: text for text in ("[1]", "[" * 9999, "\udcff")),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_table_is_refused(tmp_path, change):
     path = tmp_path / "gpu.json"
     TilingTable(H200, [(SHAPE, FEW)]).save(path)
-    path.write_text(change(path.read_text()))
+    path.write_text(change(path.read_text()), errors="surrogateescape")
     with pytest.raises(ValueError, match=r"gpu\.json: no tiling table of .*measure it again with"):
         table_of(replace(H200, table=path))
 

@@ -132,6 +132,7 @@ def test_an_arrangement_of_another_package_computes_and_is_searched(tmp_path, cl
         (["--model", "8b"], "--model: 8b: .*No such file .*name a model's config.json, one of 7b"),
         (["--model", "few.json"], "few.json: num_attention_heads is None, .*use --shape"),
         (["--model", "odd.json"], "odd.json: expected widths that 8 divides, got 60"),
+        (["--model", "list.json"], "list.json: maximum recursion depth .*use --shape"),
         (["--shape", "4096"], "--shape: 4096: .*write in:out"),
         (["--shape", "64:8,8,8,8"], "expected at most 3 outputs, got 4"),
         (["--shape", "64:64", "--ranks", "16", "24"], "--ranks: invalid choice: 24 .*16, 32"),
@@ -144,7 +145,7 @@ def test_what_it_cannot_measure_is_refused(tmp_path, monkeypatch, capsys, argume
     """In one sentence, before anything is measured or written."""
     sizes = {"hidden_size": 60, "num_attention_heads": 4, "intermediate_size": 96}
     files = {
-        "list.json": "[1]",
+        "list.json": "[" * 9999,
         "few.json": json.dumps({"text_config": None, "hidden_size": 64}),
         "odd.json": json.dumps(sizes | {"num_key_value_heads": None}),
     }

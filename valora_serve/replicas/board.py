@@ -90,10 +90,10 @@ class Board:
 
     async def _follow(self, state: SavedState) -> Exception | None:
         """Have all replicas but the one whose turn it is serve a state; the error if one cannot."""
-        self._target = state
+        revision, self._target = state.revision, state
         while True:
             others = [one for one in self.reports() if one.replica != self._holder]
-            if all(one.followed == state.revision for one in others):
+            if all(one.followed == revision for one in others):
                 return next((AdapterError(one.problem) for one in others if one.problem), None)
             await asyncio.sleep(PERIOD / 10)
 

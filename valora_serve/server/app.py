@@ -40,7 +40,6 @@ from valora_serve.server.loading.state_file import StateFile
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.middleware import Middleware
 from valora_serve.server.resolving.on_request import OnRequest
-from valora_serve.server.samples import Samples
 from valora_serve.server.service import Service
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry.metrics import Metrics
@@ -70,8 +69,7 @@ def create_app(
     admission = Admission(settings, None if share_by == "none" else shares or {})
     metrics = Metrics(engine)
     served = served or ServedSet(engine, settings.adapter_folder, StateFile(settings.state_file))
-    samples, sharing = Samples(settings), settings.cache_sharing
-    service = Service(engine, admission, metrics, tracer, samples, sharing, share_by)
+    service = Service(engine, admission, metrics, tracer, settings, share_by)
     on_request = OnRequest(service, served, settings) if settings.adapter_sources else None
     metrics.loader = on_request
     context = ServerContext(

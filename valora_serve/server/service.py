@@ -16,6 +16,7 @@ from valora_serve.errors import CancelledRequestError, ServeError, StoppedError,
 from valora_serve.server.access.admission import Admission
 from valora_serve.server.access.guard import caller, caller_key
 from valora_serve.server.samples import Samples
+from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry.logs import LOG
 from valora_serve.server.telemetry.metrics import Metrics
 from valora_serve.server.telemetry.spans import Tracer
@@ -33,20 +34,21 @@ class Service:
     admission: Admission
     metrics: Metrics
     tracer: Tracer
-    samples: Samples
-    cache_sharing: str = "key"
+    settings: ServerSettings
     share_by: str = "none"
 
     def __post_init__(self) -> None:
         self._models: dict[str, ServedModel] = {}
         self._changes: set[asyncio.Task[Any]] = set()
         self._hidden: set[str] = set()
+        self.samples = Samples(self.settings)
         self.refresh()
 
     def refresh(self) -> None:
         """Update the models that requests can name, after a load or an unload."""
-        listed = {model.name: without_folder(model) for model in self.engine.models()}
-        found = {model.name: model for model in listed.values()} | listed
+        base, *others = self.engine.models()  # of which there may be thousands
+        short = replace(base, name=last_part(base.name))
+        found = {short.name: short, **{one.name: one for one in others}, base.name: short}
         self._models = {name: found[name] for name in found if name not in self._hidden}
 
     async def changed(self, change: Coroutine[Any, Any, T]) -> T:
@@ -147,7 +149,7 @@ class Service:
 
     def _cache_salt(self, salt: str | None) -> str | None:
         """Return what requests share cached prompts and images by, from a request's own salt."""
-        key, sharing = caller.get(), self.cache_sharing
+        key, sharing = caller.get(), self.settings.cache_sharing
         if sharing == "all" or (sharing == "salt" and salt is not None):
             key = None
         return None if key is None and salt is None else repr((key, salt))
@@ -245,7 +247,7 @@ def without_folder(model: ServedModel) -> ServedModel:
 
 def last_part(name: str) -> str:
     """The name of a folder if this is an absolute path; otherwise the name itself."""
-    return Path(name).name if Path(name).is_absolute() else name
+    return Path(name).name if name.startswith("/") else name
 
 
 def listed(names: Mapping[str, Any]) -> str:

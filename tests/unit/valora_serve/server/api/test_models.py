@@ -40,8 +40,8 @@ def test_the_list_of_models_is_made_off_the_event_loop(monkeypatch):
         found = server.client.get("/v1/models").json()
         assert [one["id"] for one in found["data"]] == [one.name for one in server.engine.models()]
         assert found["object"] == "list"
-        one = server.client.get("/v1/models/tiny").json()
-        assert one == found["data"][0]
+        assert server.client.get("/v1/models/tiny").json() == found["data"][0]
+        assert server.service.model("person") is server.engine._served["person"]  # loads copy none
     assert any(name.startswith("work") for name in threads)
 
 

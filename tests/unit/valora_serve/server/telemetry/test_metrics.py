@@ -133,7 +133,7 @@ def test_the_dashboard_asks_only_for_metrics_that_are_there(tmp_path):
     settings = ServerSettings(
         adapter_sources=(str(tmp_path),), adapter_allow=("*",), adapter_cache=str(tmp_path / "c")
     )
-    service = Service(engine, None, metrics, None, None)
+    service = Service(engine, None, metrics, None, settings)
     served = ServedSet(engine, None, StateFile(tmp_path / "state"))
     loader = OnRequest(service, served, settings)
     metrics.loader = loader

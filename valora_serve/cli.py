@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from valora_data.contract.files import expanded
 from valora_data.errors import ValoraError
 from valora_data.wording import encode_all_output, plural
 from valora_serve.engine.settings import EngineSettings
@@ -229,7 +230,7 @@ def make_key(arguments: Sequence[str]) -> int:
     said = "admin keys may load and unload adapters and bundles"
     made.add_argument("--role", choices=ROLES, default="user", help=said)
     said = "keys file that the key is appended to; without it, the line is printed"
-    made.add_argument("--file", type=Path, help=said)
+    made.add_argument("--file", type=expanded, help=said)
     made.add_argument(
         "--models", nargs="+", default=[], metavar="PATTERN",
         help="models that the key may see and ask, e.g. 'vehicles-*', and bundles with their "

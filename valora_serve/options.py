@@ -100,7 +100,7 @@ def load(
     source: Any = CliSettingsSource(model, root_parser=parser, add_argument_method=add_option)
     named = vars(parser.parse_args(list(arguments)))
     own = {name: named.pop(name) for name in list(named) if name not in groups}
-    file = own.get("config") or "the configuration"
+    file = str(expanded(own.get("config") or "the configuration"))
     content = _read(model, file) if own.get("config") else content
     content = {str(name).replace("-", "_"): value for name, value in content.items()}
     for name in content:

@@ -16,8 +16,6 @@ from pathlib import Path
 from valora_data.contract.bundle import MANIFEST, read_bundle, write_manifest
 from valora_serve.demo.command import BUNDLES
 
-_ALL = re.MULTILINE | re.DOTALL
-
 
 def pack(folder: Path, out: Path) -> Path:
     """Copy a bundle, whose files are verified, into a folder of bundles, without its pictures."""
@@ -29,8 +27,8 @@ def pack(folder: Path, out: Path) -> Path:
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(folder / name, target / name)  # without its permissions
     card = target / "README.md"
-    text = re.sub(r"^## Pictures\n.*?(?=^## |\Z)", "", card.read_text(encoding="utf-8"), flags=_ALL)
-    card.write_text(re.sub(r"^!\[.*\n", "", text, flags=re.MULTILINE), encoding="utf-8")
+    text = re.sub(r"(?ms)^## Pictures\n.*?(?=^## |\Z)", "", card.read_text(encoding="utf-8"))
+    card.write_text(re.sub(r"(?m)^!\[.*\n", "", text), encoding="utf-8")
     manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     manifest["lineage"]["config"].pop("paths", None)  # folders of the machine that made it
     write_manifest(target, manifest)

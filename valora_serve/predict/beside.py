@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from valora_data.contract.files import expanded
 from valora_data.schema import Box
 from valora_data.sources.formats.files import read_lines
 from valora_serve.errors import SettingsError
@@ -103,7 +104,7 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
     """What the small model finds by file, by a file of predictions or by asking it."""
     if not domain.labels:
         raise SettingsError(f"{domain.name} answers in words: --beside compares boxes and labels")
-    file = Path(model)
+    file = expanded(model)
     if file.suffix != ".jsonl":
         file = out / "beside.jsonl"
         labels = ",".join('"{}"'.format(label.replace('"', '""')) for label in domain.labels)

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from valora_data.contract.bundle import MANIFEST, read_manifest
+from valora_data.contract.files import expanded
 from valora_data.errors import ValoraError
 from valora_data.hashing import file_hash
 from valora_data.sources.formats.videos import SUFFIXES
@@ -60,11 +60,11 @@ def _parser() -> argparse.ArgumentParser:
         "valora predict", description=_ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = made.add_argument
-    add("folder", type=Path, help="folder of images or videos, or one file")
+    add("folder", type=expanded, help="folder of images or videos, or one file")
     add("--bundle",
         help="folder of a bundle, or one of bundles; without it, the folder is a server's sample",
     )  # fmt: skip
-    add("--out", type=Path, default=Path("predictions"), help="output folder")
+    add("--out", type=expanded, default="predictions", help="output folder")
     names = ", ".join(WRITERS)
     add("--format", default="jsonl", help=f"formats, separated by commas: {names} (default: jsonl)")
     add("--domain", help="domains to ask, separated by commas (default: *)")

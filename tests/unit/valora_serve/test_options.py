@@ -77,21 +77,21 @@ def test_types(tmp_path):
 
 def test_paths_may_begin_at_home(tmp_path, monkeypatch):
     """Also where no shell looks at them: in a file, a variable or behind ``--option=``."""
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", str(tmp_path))
     fields = [item.name for cls in BOTH for item in dataclasses.fields(cls)]
     ends = ("_folder", "_file", "_cache", "_trace", "tls_cert", "tls_key", "_socket")
     assert {name for name in fields if name.endswith(ends)} - {"prefix_cache"} == options.PATHS
     file = tmp_path / "serve.yaml"
     file.write_text("adapter-cache: ~/cache\nstate_file: ~/s.json\nkeys_file: ~nobody-here/keys\n")
     monkeypatch.setenv("VALORA_COST_FOLDER", "~/costs")
-    arguments = ["--config", str(file), "--tiling-folder=~/tilings", "--media-folder=none"]
+    arguments = ["--config=~/serve.yaml", "--tiling-folder=~/tilings", "--media-folder=none"]
     _, server, engine, _ = cli.read(arguments)
-    assert server.adapter_cache == "/home/me/cache"
-    assert server.state_file == "/home/me/s.json"
+    assert server.adapter_cache == f"{tmp_path}/cache"
+    assert server.state_file == f"{tmp_path}/s.json"
     assert server.keys_file == "~nobody-here/keys"
     assert server.media_folder is None
-    assert engine.cost_folder == "/home/me/costs"
-    assert engine.tiling_folder == "/home/me/tilings"
+    assert engine.cost_folder == f"{tmp_path}/costs"
+    assert engine.tiling_folder == f"{tmp_path}/tilings"
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def new_key(name: str, role: str, models: Sequence[str] = ()) -> tuple[str, str]
 def read_keys(path: Path) -> list[Key]:
     """Read lines of ``name role sha256 [model…]``; errors quote none, which may be a key."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, ValueError) as error:
         raise SettingsError(f"keys file {path} cannot be read: {error}") from error
     keys = []

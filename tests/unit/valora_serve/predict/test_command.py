@@ -92,7 +92,8 @@ def test_an_interrupted_run_continues(engines, tmp_path, capsys, monkeypatch):
     assert predict(tmp_path, "--at-once", "1", "--bundle", str(again)) == 0
     assert len(engines[1].asked) == 7
     assert len(rows(tmp_path)) == 10
-    assert predict(tmp_path, "--format", "coco") == 0
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert predict(tmp_path, "--format", "coco", "--out=~/out") == 0
     assert len(engines) == 2  # nothing was left to ask
     assert len(json.loads((tmp_path / "out" / "coco.json").read_text())["images"]) == 5
 

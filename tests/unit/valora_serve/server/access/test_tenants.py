@@ -166,7 +166,7 @@ def test_a_model_that_is_unloaded_before_the_engine_looks_is_told_without_others
 @pytest.mark.parametrize(
     ("line", "models"),
     [
-        ("app user {}", ()), ("app user {}   cars-* d@*  # both", ("cars-*", "d@*")),
+        ("\ufeffapp user {}", ()), ("app user {}   cars-* d@*  # both", ("cars-*", "d@*")),
         ("ops admin {}", ()),
         *((line, None) for line in ("ops admin {} cars-*", "app user cars-* {}", "name",
                                     "name user abc", "name root {}", "sk-valora-x")),
@@ -179,5 +179,5 @@ def test_lines_of_keys_files(tmp_path, line, models):
             read_keys(tmp_path / "keys")
         assert "sk-valora-x" not in str(refused.value)  # it may be a key in the clear
     else:
-        name, role = line.split()[:2]
+        name, role = line.strip("\ufeff").split()[:2]
         assert read_keys(tmp_path / "keys") == [Key(name, role, "a" * 64, models)]

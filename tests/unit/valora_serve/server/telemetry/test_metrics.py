@@ -147,9 +147,7 @@ def test_the_dashboard_asks_only_for_metrics_that_are_there(tmp_path):
             assert name in there, name
 
 
-MODELS = [ServedModel(n, "adapter", n) for n in "abcd"] + [ServedModel("person", "domain", "d")]
-
-
 def test_where_adapters_are():
+    models = [*(ServedModel(n, "adapter", n) for n in "abcd"), ServedModel("person", "domain", "d")]
     first = EngineStats(on_device=("a", "person"), on_disk=("b", "c"))
-    assert adapter_states(MODELS, first) == {"a": "device", "b": "disk", "c": "disk", "d": "host"}
+    assert adapter_states(models, first) == {"a": "device", "b": "disk", "c": "disk", "d": "host"}

@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 3_573,
     "tests/*/valora_teachers": 1_142,
     "tests/*/valora_kernels": 1_935,
-    "tests/*/valora_serve": 22_699,
+    "tests/*/valora_serve": 22_698,
     "tests/unit/bench": 1_584,
     BENCH: 12_932,
 }

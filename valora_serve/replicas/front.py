@@ -168,13 +168,13 @@ class Front:
         seconds = JOIN_SECONDS if request.method == "GET" else None
         said: dict[Replica, tuple[Any, bytes]] = {}
 
-        async def ask(one: Replica) -> None:
+        async def ask(number: int, one: Replica) -> None:
             with contextlib.suppress(aiohttp.ClientError, OSError):
-                asking = self._ask(one, request, body, counts=one.id == min(self._replicas))
+                asking = self._ask(one, request, body, counts=not number)
                 async with asyncio.timeout(seconds), asking as answer:
                     said[one] = answer, await answer.read()
 
-        await asyncio.gather(*map(ask, self._replicas.values()))
+        await asyncio.gather(*(ask(*each) for each in enumerate(self._replicas.values())))
         if not said:
             raise StoppedError(NONE)
         # What one of them does not know, another one may.

@@ -354,8 +354,9 @@ class NewContext:
 class EngineClient(Protocol):
     """Interface that the server uses; `EngineProcess` and `AsyncEngine` implement it.
 
-    What loads raises an `AdapterError`, and what unloads an `UnknownModelError` or a `BusyError`;
-    nothing has changed then. Unfinished requests of what is unloaded are still answered.
+    What loads raises an `AdapterError`, a document that cannot be compressed a `RequestError`, and
+    what unloads an `UnknownModelError` or a `BusyError`; nothing has changed then. Unfinished
+    requests of what is unloaded are still answered.
     """
 
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -390,11 +391,7 @@ class EngineClient(Protocol):
         """Unload an ``adapter`` or ``context`` of no bundle, or a ``bundle`` with all of its."""
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
-        """Compress a document into a new folder, and serve it; a context of this name is replaced.
-
-        Raises:
-            RequestError: The document cannot be compressed; nothing has changed then.
-        """
+        """Compress a document into a new folder, and serve it in place of any context so named."""
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
         """Serve a context that `make_context` has made before."""

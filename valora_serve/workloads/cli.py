@@ -179,7 +179,7 @@ def _policies(options: argparse.Namespace) -> list[tuple[str, str, CostModel]]:
     """What the tables call each policy, its name and its costs."""
     found, usual = [], ["cost"] if options.several else POLICIES
     systems = {name: SYSTEMS[name] for name in options.systems or ()}
-    chosen = {f"{name}, {operator}": (policy, "=", MEASURED / f"{operator}.json")
+    chosen = {f"{name}, {operator}": (policy, "=", f"{MEASURED}/{operator}.json")
               for name, (policy, operator) in systems.items()}  # fmt: skip
     chosen |= {given: given.partition("=") for given in options.policies or ()}
     for told, (name, _, file) in (chosen or {one: (one, "", "") for one in usual}).items():
@@ -198,7 +198,7 @@ def _cases(
 ) -> Iterator[tuple[float | None, float, traces.Workload]]:
     """Rate (None: not chosen), skewness (1: power law) and workload, `times` as large if made."""
     file: Path | None = options.trace
-    if file is not None and file.suffix == ".jsonl":
+    if file is not None and file.suffix.lower() == ".jsonl":
         workload = traces.read(file)
         yield None, workload.share(), _limited(workload, options)
         return
@@ -262,9 +262,8 @@ def _table(title: str, columns: Mapping[str, str], groups: Iterable[Iterable[Row
 
 
 def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    console = Console()
-    if not console.is_terminal:  # a pipe or a file has no width: no table is cut
-        console = Console(width=200)
+    # A pipe or a file has no width: no table is cut.
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
     title = f"Simulated, costs from {options.costs.stem}"
     if options.several:
         _print_replicas(rows, title, console)

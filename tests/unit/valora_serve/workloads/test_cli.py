@@ -21,12 +21,12 @@ def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
 
 
 def test_command_replays_files_and_explains(tmp_path, capsys):
-    path, decisions, row = tmp_path / "t.jsonl", tmp_path / "d.txt", {"prompt": 256, "output": 200}
-    rows = [row | {"arrival": n / 10, "adapter": f"a{n % 3}"} for n in range(20)]
+    path, decisions, row = tmp_path / "t.JSONL", tmp_path / "d.txt", {"prompt": 256, "output": 200}
+    rows = [row | {"arrival": n / 10, "adapter": f"[/a{n % 3}]"} for n in range(20)]
     path.write_text("\n".join(map(json.dumps, rows)))
     arguments = ["--trace", str(path), "--policies", "cost", "--decision-trace", str(decisions)]
-    assert main(arguments) == 0
-    assert "cost" in capsys.readouterr().out
+    assert main([*arguments, "--shares"]) == 0
+    assert "[/a2]" in capsys.readouterr().out
     lines = decisions.read_text().splitlines()
     assert len(lines) > 100
     assert all(any(mode in line for mode in ("merged", "mixture", "unmerged")) for line in lines)

@@ -63,12 +63,10 @@ async def _begin(
             raise RequestError("max_tokens is 0: set echo, or ask for at least 1 token")
         limit = 1  # the engine computes it with the prompt; it is left out of the response
     prompts = _several(body.prompt, "prompt", context.settings.max_n, context)
-    echoed = [0] * len(prompts)
+    echo = [0] * len(prompts)
     if body.echo and body.logprobs is not None:
-        echoed = await asyncio.to_thread(_count_tokens, prompts, context)
-    params = requests.sampling(
-        body, context, max_tokens=limit, logprobs=body.logprobs, echoed=echoed
-    )
+        echo = await asyncio.to_thread(_count_tokens, prompts, context)
+    params = requests.sampling(body, context, max_tokens=limit, logprobs=body.logprobs, echoed=echo)
     if body.echo:
         params = replace(params, prompt_logprobs=body.logprobs)
     identity = f"cmpl-{new_id()}"
@@ -254,8 +252,9 @@ def _several(given: str | list[Any], name: str, limit: int, context: ServerConte
 
 
 def _count_tokens(prompts: Sequence[str | list[int]], context: ServerContext) -> list[int]:
-    count = context.service.engine.count_tokens
-    return [count(one) if isinstance(one, str) else len(one) for one in prompts]
+    engine = context.service.engine
+    count, most = engine.count_tokens, 8 * engine.context_length  # longer texts hardly fit
+    return [count(one) if isinstance(one, str) and len(one) < most else len(one) for one in prompts]
 
 
 def _as_prompt(item: str | list[int]) -> dict[str, Any]:

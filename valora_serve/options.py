@@ -63,6 +63,9 @@ PATHS = frozenset({
 file, a variable or ``--option=~/path``."""
 
 
+KEYS = ("api_key", "keys_file")
+"""Settings that keep strangers out: an unset variable of a shell must not let them in."""
+
 REMOVED = {
     "groups": "the policy cost runs as many requests at a time as fit",
     "max_pause": "the policy cost pauses no requests",
@@ -160,6 +163,8 @@ def _kind(annotation: Any) -> Any:
 def _parsed(name: str, annotation: Any, value: Any) -> Any:
     """A value of an option or a variable, split into the items or pairs that its type holds."""
     kind = _kind(annotation)
+    if name in KEYS and value == "":
+        raise SettingsError(f"{name} is empty: set it, or leave it out to let everybody in")
     if kind is not annotation and value in ("", "none", "None"):
         return None
     nested, origin = dataclasses.is_dataclass(kind), typing.get_origin(kind)

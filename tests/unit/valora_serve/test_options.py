@@ -105,6 +105,15 @@ def test_unknown_variables_are_refused(monkeypatch, name, near):
     assert name in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["api_key", "keys_file"])
+def test_an_unset_variable_of_a_shell_lets_nobody_in(monkeypatch, name):
+    with pytest.raises(SettingsError, match=f"{name} is empty: set it"):
+        cli.read(["--" + name.replace("_", "-"), ""])
+    monkeypatch.setenv(f"VALORA_{name.upper()}", "")
+    with pytest.raises(SettingsError, match=f"{name} is empty: set it"):
+        cli.read([])
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

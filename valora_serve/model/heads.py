@@ -172,4 +172,8 @@ def _rows(item: HeadRequest, hidden: torch.Tensor) -> torch.Tensor:
     visual = hidden if item.head.reads_visual else hidden[:0]
     places = None if item.places is None else to_device(item.places.numpy(), hidden.device)
     last = hidden[-item.head.last_tokens :]
-    return item.head.inputs(last, visual, places if item.head.reads_places else None)
+    found = item.head.inputs(last, visual, places if item.head.reads_places else None).float()
+    width = item.head.weight.shape[-1]
+    if width and found.shape[1:] != (width,):
+        raise ValueError(f"its inputs are {[*found.shape]}, of width {width} expected")
+    return found

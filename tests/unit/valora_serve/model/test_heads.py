@@ -97,13 +97,17 @@ def test_hidden_states_that_are_not_finite_hit_only_their_own_request(value, poo
 
 
 @pytest.mark.parametrize(
-    ("method", "error", "said"),
+    ("method", "answer", "said"),
     [("interpret", KeyError("unlucky"), "'unlucky'"),
-     ("inputs", ZeroDivisionError("too short"), "too short")],
+     ("inputs", ZeroDivisionError("too short"), "too short"),
+     ("inputs", torch.ones(1, 3), r"its inputs are [1, 3], of width 20 expected"),
+     ("inputs", torch.ones(WIDTH), r"its inputs are [20], of width 20 expected")],
 )  # fmt: skip
-def test_a_head_that_raises_hits_only_itself(tmp_path, method, error, said):
+def test_a_head_that_fails_hits_only_itself(tmp_path, method, answer, said):
     def fail(*_, **__):
-        raise error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     head = read_head(linear(tmp_path, 3, 2), WIDTH)
     made = {one.name: getattr(head, one.name) for one in fields(head)}

@@ -81,7 +81,7 @@ class Bench:
         defaults = {
             "max_requests": 512, "max_tokens": 8192, "chunk": 8192, "max_adapters": 128,
             "slots": min(max(adapters, 1), 256), "max_rank": max(ranks), "host_bytes": 1 << 50,
-            "profile": False, "memory": 0.85, "capture": "eager", "prefix_cache": False,
+            "profile": not small, "memory": 0.85, "capture": "eager", "prefix_cache": False,
             "attention": self.arguments.attention, "cost_folder": self.arguments.costs,
             "pages": 2000 if small else None,
             "prompt_graphs": None if self.arguments.prompt_graphs else False,

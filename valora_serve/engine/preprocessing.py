@@ -156,8 +156,8 @@ class Preprocessing:
 
     def _pages(self, keys: Collection[str], prefix: str | None) -> tuple[int, int]:
         """Return the pages that a request's adapters and prefix take from keys and values."""
+        named = " and ".join(map(self._registry.name, keys))
         if len(keys) > self._settings.slots:
-            named = " and ".join(map(self._registry.name, keys))
             raise RequestError(f"adapters {named} do not fit at a time: raise slots")
         pages, own = sum(map(self._adapters.pages, keys)), self._adapters.budget.pool
         prefix_pages = 0 if prefix is None else self._prefixes.pages(prefix)
@@ -165,8 +165,8 @@ class Preprocessing:
             return pages, prefix_pages
         if pages + prefix_pages > own.pages:
             raise RequestError(
-                f"adapter and context need {plural(pages + prefix_pages, 'page')}, {own.pages} are "
-                "kept for these: raise adapter_share"
+                f"adapter {named or 'none'} and context need {plural(pages + prefix_pages, 'page')}"
+                f", {own.pages} are kept for these: raise adapter_share"
             )
         return 0, 0
 

@@ -76,7 +76,7 @@ def test_pages_that_hold_no_adapter(base, adapters):
     engine = make_engine(base, adapters, pages=64, block_size=4, adapter_share=0.01)
     prepared = engine.prepare(question("x", "everything"))
     with pytest.raises(
-        RequestError, match=r"adapter everything needs .* pages, 1 are kept.*adapter_share"
+        RequestError, match=r"adapter everything and context need .* 1 are kept.*adapter_share"
     ):
         engine.add(prepared)
 

@@ -286,7 +286,7 @@ H200_7B = CostModel(
     machine="NVIDIA H200",
     model="llama-7b",
     decode_seconds=(4.33e-3, 10e-6, 4.5e-6, 10e-6, 0.116e-6, 0.22e-3, 0.4e-6, 0.044e-6, 0.27e-3),
-    prefill_seconds=(5e-3, 7e-6, 15e-6, 0.9e-6, 0.0, 0.21e-6, 2e-9, 1.5e-3, 0.4e-3, 0.65e-6,
+    prefill_seconds=(5e-3, 7e-6, 15e-6, 0.9e-6, 0.0, 0.12e-6, 2e-9, 1.5e-3, 0.4e-3, 0.65e-6,
                      0.03e-6, 0.7e-3),
     merge_seconds=(2.8e-3, 7e-6),
     unmerge_seconds=2.0e-3,

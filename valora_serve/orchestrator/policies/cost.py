@@ -167,7 +167,8 @@ class CostPolicy(BasePolicy):
                 budget = min(load.prompt.all, room)
                 due = urgent or self._any_due(r for r in view.running if r.prompt_left)
                 if load.rows.all and not due:
-                    budget = self._chunk(load, adapter, budget, self._rate(view.now))
+                    behind = len(waiting) - (load.coming.all - prefilling)
+                    budget = self._chunk(load, adapter, budget, behind, self._rate(view.now))
                 self._regret(view, load, adapter, budget)
         elif waiting:
             until = view.now + RECONSIDER
@@ -360,8 +361,10 @@ class CostPolicy(BasePolicy):
                 best, lowest = same, found
         return best
 
-    def _chunk(self, load: _Load, adapter: str | None, prompt: int, rate: float) -> int:
-        """How many of the `prompt` tokens that it could compute the step should compute."""
+    def _chunk(
+        self, load: _Load, adapter: str | None, prompt: int, behind: int, rate: float
+    ) -> int:
+        """How many of the `prompt` tokens to compute in this step; so many requests wait behind."""
         rank, rows, coming = self._ranks.get(adapter, 0), load.rows.all, load.coming.all
         base = self.cost.step(load.step(adapter, rank, 0))
         best, lowest = prompt, math.inf
@@ -372,7 +375,7 @@ class CostPolicy(BasePolicy):
             # Prompts are prefilled one after the other: the j-th of n ends after j/n of the steps.
             done = max(1.0, steps * (coming + 1) / (2 * coming))
             cost = rows * steps * (time - base) + coming * done * time
-            cost += load.going_on * (steps - done) * (time - base)
+            cost += load.going_on * (steps - done) * (time - base) + behind * steps * time
             # Small steps reduce the throughput, which delays requests that arrive later.
             cost /= max(1e-3, 1 - rate * steps * (time - base) / coming)
             if cost < lowest:

@@ -11,7 +11,11 @@ if TYPE_CHECKING:
 
 
 async def start_engine(settings: EngineSettings) -> AsyncEngine:
-    """Load the base model and start an engine, without adapters; or raise a `ServeError`."""
+    """Load the base model and start an engine, without adapters.
+
+    Raises:
+        ServeError: A setting cannot be kept on this machine.
+    """
     from transformers.utils import logging
 
     from valora_serve.engine.async_engine import AsyncEngine

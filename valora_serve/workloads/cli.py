@@ -99,8 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--slo", type=float, default=6.0, help="limit of the time to first token in seconds")
 
     add = parser.add_argument_group("machine").add_argument
-    add("--costs", type=Path, default=MEASURED / "atmm.json",
-        help="measured costs, as an engine keeps them")  # fmt: skip
+    add("--costs", type=Path, help="measured costs, as an engine keeps them, not those of an H200")
     add("--lora-cost", type=float, default=1.0, help="factor on the cost of LoRA terms")
     add("--max-requests", type=int, default=machine.max_requests, help="most running requests")
     add("--pages", type=int, default=machine.pages, help="pages of unified memory, 16 tokens each")
@@ -129,6 +128,7 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if not 0 <= value < math.inf:
             raise SimulationError(f"{name}: expected 0 or more, got {value}.")
+    options.costs = options.costs or MEASURED / "atmm.json"
     options.several = options.replicas != [1] or options.router is not None
     if options.several and options.decision_trace:
         raise SimulationError("--decision-trace is for one machine: leave out --replicas, --router")

@@ -34,6 +34,7 @@ RANK = 64  # of the adapters that are generated
 MEASURED = Path(__file__).with_name("costs")
 SYSTEMS = {
     "dlora": ("dlora", "einsum"),
+    "punica": ("unmerge_only", "bgmv"),
     "slora": ("slora", "static"),
     "valora": ("valora", "atmm"),
     "ours": ("cost", "atmm"),

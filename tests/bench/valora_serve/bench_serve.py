@@ -483,7 +483,7 @@ def startup(bench):
 
 def costs(bench):
     """Measure the costs of each operator, and write them where `valora-sim` has them."""
-    for name in ("ours", "dlora", "slora"):
+    for name in ("ours", "dlora", "slora", "punica"):
         with tempfile.TemporaryDirectory() as folder:
             bench.lmm.linears.by_matrix = name == "dlora"
             bench.start("valora", 16, profile=True, cost_folder=folder, **SYSTEMS[name][0])

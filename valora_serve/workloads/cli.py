@@ -125,7 +125,7 @@ def _check(options: argparse.Namespace) -> None:
         for value in given if isinstance(given, list) else [given]:
             if value is not None and not 0 < value < math.inf:
                 raise SimulationError(f"{name}: expected more than 0, got {value}.")
-    for name in ("lora_cost", "adapters"):
+    for name in ("lora_cost", "adapters", "seed"):
         value = getattr(options, name)
         if not 0 <= value < math.inf:
             raise SimulationError(f"{name}: expected 0 or more, got {value}.")

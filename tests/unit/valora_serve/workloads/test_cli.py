@@ -85,6 +85,7 @@ def test_replicas_are_compared(tmp_path, capsys):
         *((f"--rates {rate}", "rates: expected more than 0") for rate in ("-1", "nan", "inf")),
         ("--workload at_once --requests -4", "requests: expected more than 0"),
         ("--latency-limit -1", "latency_limit: expected more than 0"),
+        ("--seed -1", "seed: expected 0 or more, got -1"),
         ("--shares typo=3 --policies cost", "the workload has no adapter 'typo', but"),
     ],
 )  # fmt: skip

@@ -359,6 +359,14 @@ class EngineClient(Protocol):
     requests of what is unloaded are still answered.
     """
 
+    base: str  # id of the base model
+    dtype: str  # data type that it computes in, as ``bfloat16``
+    context_length: int  # longest prompt and answer together, in tokens
+    tokenizer: Any  # the base model's, from transformers
+    healthy: bool  # whether the engine runs; False after it has failed or was closed
+    # State of every replica by its name, this one included; None without others.
+    peers: dict[str, EngineStats] | None = None
+
     def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Answer a request with a stream of outputs, the last of which has `finish`.
 
@@ -372,9 +380,6 @@ class EngineClient(Protocol):
 
     def stats(self) -> EngineStats:
         """Return the state and counters of the engine as of its last step, without waiting."""
-
-    def replicas(self) -> dict[str, EngineStats] | None:
-        """Return the state of every replica by its name, this one included; None without others."""
 
     async def load_adapter(
         self, name: str, folder: Path, *, decode_only: bool = False
@@ -398,26 +403,7 @@ class EngineClient(Protocol):
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text."""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The base model's tokenizer, from transformers."""
-
-    @property
-    def base(self) -> str:
-        """Id of the base model."""
-
-    @property
-    def dtype(self) -> str:
-        """Data type that the base model computes in, as ``bfloat16``."""
-
-    @property
-    def context_length(self) -> int:
-        """Longest prompt and answer together, in tokens."""
-
-    @property
-    def healthy(self) -> bool:
-        """Whether the engine runs; False after it has failed or was closed."""
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     async def close(self, drain: float = 0.0) -> None:
         """Stop the engine, after unfinished requests had `drain` seconds; new ones are refused."""

@@ -79,7 +79,7 @@ class FakeEngine:
         self.waiting = set()
         self.asked = []
         self.cancelled = []
-        self.healthy = True
+        self.healthy, self.peers = True, None
         self.closed = False
         self.refuse = None
         self.base = "tiny"
@@ -257,9 +257,6 @@ class FakeEngine:
             prefix_hits=5, prefix_queries=10, image_hits=1, image_queries=4, prompt_tokens=1000,
             generated_tokens=100,
         )  # fmt: skip
-
-    def replicas(self):
-        return None
 
     async def load_adapter(self, name, folder, *, decode_only=False):
         for file in ("adapter_config.json", "adapter_model.safetensors"):

@@ -21,7 +21,15 @@ from valora_serve.engine.engine import Engine, as_serve_error
 from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
 from valora_serve.engine.sequence import Prepared
 from valora_serve.errors import RequestError, ServeError, StoppedError, UnknownModelError
-from valora_serve.types import EngineStats, NewContext, Output, Request, ServedModel, failure
+from valora_serve.types import (
+    EngineClient,
+    EngineStats,
+    NewContext,
+    Output,
+    Request,
+    ServedModel,
+    failure,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +49,8 @@ QUIET = 0.5  # seconds without requests after which the engine prepares, measure
 PAUSE = 0.001  # seconds between checks of loading adapters while there is nothing to compute
 
 
-class AsyncEngine:
-    """Runs an `Engine`, which nothing else may use, in a thread: a `types.EngineClient`."""
+class AsyncEngine(EngineClient):
+    """Runs an `Engine`, which nothing else may use, in a thread."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -58,7 +66,7 @@ class AsyncEngine:
         self._preparing = ThreadPoolExecutor(1, "prepare")
         self._loading = ThreadPoolExecutor(1, "load")
         self._stats = engine.stats()
-        self.peers: dict[str, EngineStats] | None = None  # states of all replicas, by name
+        self.healthy = True
         self._profiler: Profiler | None = None
         if engine.tuning is not None:
             engine.tuning.tuner.compiler.on_news = self._wake.set
@@ -66,7 +74,7 @@ class AsyncEngine:
         self.base, self.context_length = engine.lmm.base, engine.context_length
         self.dtype = str(engine.lmm.dtype).removeprefix("torch.")
         # For the event loop's thread; the engine's thread has a copy of its own.
-        self.tokenizer: Any = copy.deepcopy(engine.lmm.tokenizer)
+        self.tokenizer = copy.deepcopy(engine.lmm.tokenizer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         if engine.workers is not None:
@@ -105,7 +113,7 @@ class AsyncEngine:
             log.exception("the engine has failed")
             self._failed = f"the engine has failed ({error}): restart the server"
         finally:
-            self._failed = self._failed or "the engine is stopped"
+            self._failed, self.healthy = self._failed or "the engine is stopped", False
             try:
                 self._deliver(engine.fail_all(self._failed))
             except Exception:
@@ -145,7 +153,7 @@ class AsyncEngine:
 
     def _lost(self, reason: str) -> None:
         """Stop, as a process of the tensor-parallel group has ended; called in another thread."""
-        self._failed = reason
+        self._failed, self.healthy = reason, False
         self._stopping = True
         self._wake.set()
         self._thread.join(STUCK_SECONDS)
@@ -303,9 +311,6 @@ class AsyncEngine:
     def stats(self) -> EngineStats:
         return self._stats
 
-    def replicas(self) -> dict[str, EngineStats] | None:
-        return self.peers
-
     async def load_adapter(
         self, name: str, folder: Path, *, decode_only: bool = False
     ) -> ServedModel:
@@ -340,17 +345,10 @@ class AsyncEngine:
 
     # ------------------------------------------------------------------ facts
 
-    def count_tokens(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
     @property
     def lost(self) -> str | None:
         """Why the engine's tensor-parallel group cannot go on; None while it can."""
         return None if self._engine.workers is None else self._engine.workers.lost
-
-    @property
-    def healthy(self) -> bool:
-        return self._failed is None and self._thread.is_alive()
 
     async def close(self, drain: float = 0.0) -> None:
         self._draining = True

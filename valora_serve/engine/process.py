@@ -31,7 +31,7 @@ from valora_serve.engine.launch import how_it_ended, launch, pipes
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import ServeError, StoppedError
 from valora_serve.pauses import short_pauses
-from valora_serve.types import EngineStats, Output, Request, ServedModel, failure
+from valora_serve.types import EngineClient, EngineStats, Output, Request, ServedModel, failure
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +47,8 @@ class _Pickler(pickle.Pickler):
     }
 
 
-class EngineProcess:
-    """A `types.EngineClient`; its engine ends with this process, however that ends."""
-
-    base: str
-    context_length: int
-    dtype: str
+class EngineProcess(EngineClient):
+    """An engine in a process, which ends with this one, however that ends."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -65,8 +61,6 @@ class EngineProcess:
         self._stats = EngineStats()
         self.healthy, self._closing, self._gone = True, False, asyncio.Event()
         self.lost: str | None = None  # why the engine cannot go on; None while it can
-        self.peers: dict[str, EngineStats] | None = None  # states of all replicas, by name
-        self.tokenizer: Any = None
         self._loop.add_reader(self._pipe.fileno(), self._read)
         os.set_blocking(self._pipe.fileno(), True)  # uvloop has made it non-blocking
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -190,12 +184,6 @@ class EngineProcess:
 
     def stats(self) -> EngineStats:
         return self._stats
-
-    def replicas(self) -> dict[str, EngineStats] | None:
-        return self.peers
-
-    def count_tokens(self, text: str) -> int:
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     async def close(self, drain: float = 0.0) -> None:
         if hasattr(self, "base") and not self._closing:  # it has started

@@ -120,7 +120,7 @@ def router(context: ServerContext) -> APIRouter:
     @routes.get("/v1/status", summary="State of the engine")
     @allow(Access.KEYED, tells_all=True)
     async def status() -> Status:
-        found = engine.replicas()
+        found = engine.peers
         stats = engine.stats() if found is None else total(list(found.values()))
         each = {name: EngineStatus(**_facts(one)) for name, one in (found or {}).items()}
         return Status(

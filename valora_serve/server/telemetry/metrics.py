@@ -144,7 +144,7 @@ class _EngineState(Collector):
         self._engine, self._metrics = engine, metrics
 
     def collect(self) -> Iterator[Metric]:
-        stats, replicas = self._engine.stats(), self._engine.replicas()
+        stats, replicas = self._engine.stats(), self._engine.peers
         if replicas is not None:
             yield GaugeMetricFamily("valora_replicas", "Replicas that run.", value=len(replicas))
         for name, text, gauge in _GAUGES:

@@ -31,7 +31,7 @@ def test_status_has_every_replica():
             "east": replace(engine.stats(), running=3, pages_kv=7),
             "west": replace(engine.stats(), running=5, prefix_queries=0, merged_adapter=None),
         }
-        engine.replicas = lambda: parts
+        engine.peers = parts
         found = server.client.get("/v1/status").json()
         assert found["running"] == 8
         east, west = found["replicas"]["east"], found["replicas"]["west"]

@@ -75,17 +75,17 @@ def test_memory_is_that_of_all_processes():
 
 def test_a_replica_says_how_many_there_are():
     engine = FakeEngine()
-    engine.replicas = lambda: {"x1": engine.stats(), "y2": EngineStats(running=7)}
+    engine.peers = {"x1": engine.stats(), "y2": EngineStats(running=7)}
     found = samples(Metrics(engine).text().decode())
     assert found["valora_replicas", ()] == 2
     assert found["valora_num_requests_running", ()] == 0, "fronts add the others'"
-    engine.replicas = dict  # all have died
+    engine.peers = {}  # all have died
     assert samples(Metrics(engine).text().decode())["valora_replicas", ()] == 0
 
 
 def test_answers_that_replicas_send_as_a_whole_have_their_mean_latency():
     engine = FakeEngine(step=0.02)
-    engine.replicas = dict
+    engine.peers = {}
     with serving(engine) as server:
         server.client.post("/v1/chat/completions", json=chat(max_tokens=6))
         found = samples(server.client.get("/metrics").text)

@@ -302,7 +302,6 @@ def assert_empty(engine):
     """Check that no request is left, only the merged adapter is pinned, and no page is lost."""
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pages_kv) == (0, 0, 0)
-    assert not engine.blocks._sequences
     assert len(engine.requests.free_slots) == engine.settings.max_requests
     assert not engine.requests.wanted
     held = stats.pages_adapters + stats.pages_contexts

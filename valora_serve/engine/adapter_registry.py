@@ -16,7 +16,6 @@ from valora_serve.catalogue.adapters import Adapter, read_adapter
 from valora_serve.catalogue.contexts import Context, read_file
 from valora_serve.catalogue.effect import check_effect
 from valora_serve.catalogue.store import Staged, Store
-from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import AdapterError, QuarantinedError
 from valora_serve.memory.unified import (
@@ -52,7 +51,7 @@ class MergeState:
     @property
     def slot(self) -> int:
         """Slot of the merged adapter, `NONE` while the weights are pristine."""
-        return NONE if self.adapter is None else self._adapters.slot(self.adapter)
+        return NONE if self.adapter is None else self._adapters[self.adapter].slot
 
     def switch(self, mode: Mode, adapter: str | None) -> bool:
         """Merge a resident adapter, or restore the pristine weights; return whether they hold it.
@@ -84,7 +83,7 @@ class MergeState:
     def _merge(self, adapter: str) -> bool:
         """Merge an adapter; return whether that went well, after which the weights are finite."""
         adapters = self._adapters
-        slot = adapters.slot(adapter)
+        slot = adapters[adapter].slot
         rank, scaling = int(adapters.ranks[slot]), float(adapters.scalings[slot])
         try:
             self._linears.merge(slot, rank, scaling)
@@ -114,7 +113,8 @@ class AdapterRegistry:
         lmm: Lmm,
         store: Store,
         memory: UnifiedMemory,
-        requests: Requests,
+        adapters: AdapterMemory,
+        prefixes: PrefixMemory,
         merge_state: MergeState,
         *,
         mergeable: bool,
@@ -122,7 +122,7 @@ class AdapterRegistry:
     ) -> None:
         self._lmm, self._store, self._memory = lmm, store, memory
         self._merge_state = merge_state
-        self._adapters, self._prefixes = requests.adapters, requests.prefixes
+        self.adapters, self.prefixes = adapters, prefixes
         self._mergeable, self._on_change = mergeable, on_change
         self._row_norms = lmm.linears.row_norms() if mergeable else {}
         self._key_of: dict[str, str] = {}  # by content hash
@@ -160,7 +160,7 @@ class AdapterRegistry:
     def quarantined(self, key: str) -> QuarantinedError:
         """Return the error of the requests of an adapter that is quarantined."""
         return QuarantinedError(
-            f"adapter {self.name(key)} is quarantined ({self._adapters.quarantined[key]}): "
+            f"adapter {self.name(key)} is quarantined ({self.adapters.quarantined[key]}): "
             "use another model; loading the adapter again lifts the quarantine"
         )
 
@@ -213,13 +213,13 @@ class AdapterRegistry:
         for content, adapter in staged.adapters.items():
             key, reason = self.key(adapter), unmergeable.get(content)
             reload = partial(self._reread, adapter.folder)
-            self._adapters.add(key, packed[content], reload, unmergeable=reason)
+            self.adapters.add(key, packed[content], reload, unmergeable=reason)
             if reason is not None and reason is not FIXED:
                 log.warning("adapter %s is served, but never merged: %s", key, reason)
         for target in staged.targets:
             if (context := target.context) is not None and context.has_prefix:
                 reread = partial(self._reread_prefix, context)
-                self._prefixes.add(self.prefix_key(context), prefixes[context.content], reread)
+                self.prefixes.add(self.prefix_key(context), prefixes[context.content], reread)
         self._refresh()
         return [model.name for model in models]
 
@@ -239,9 +239,9 @@ class AdapterRegistry:
 
     def released(self, sequence: SequenceState) -> None:
         """Free what the last request has ended on that no name needs any more."""
-        self._retire(self._adapters, sequence.adapters)
+        self._retire(self.adapters, sequence.adapters)
         if sequence.prefix is not None:
-            self._retire(self._prefixes, (sequence.prefix,))
+            self._retire(self.prefixes, (sequence.prefix,))
 
     def _refresh(self) -> None:
         before, self._names = self._names, {}
@@ -253,10 +253,10 @@ class AdapterRegistry:
         self.contexts = len(contexts)
         kept = {self.prefix_key(context) for context in contexts if context.has_prefix}
         gone, self._named_prefixes = self._named_prefixes - kept, kept
-        self._retire(self._adapters, before)
-        self._retire(self._prefixes, gone)
+        self._retire(self.adapters, before)
+        self._retire(self.prefixes, gone)
         # What is read again gets the key that its first folder gives it then.
-        known = self._names, kept, self._adapters, self._prefixes
+        known = self._names, kept, self.adapters, self.prefixes
         self._key_of = {
             content: key for content, key in self._key_of.items() if any(key in x for x in known)
         }

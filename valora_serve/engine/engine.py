@@ -30,7 +30,6 @@ from valora_serve.engine import sizing
 from valora_serve.engine.adapter_registry import AdapterRegistry, MergeState
 from valora_serve.engine.compress import Compression, prepare_compression
 from valora_serve.engine.images import ImageEncoder
-from valora_serve.engine.preprocessing import Preprocessing
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
 from valora_serve.engine.settings import BY_MATRIX, LAZY, UNMERGEABLE, EngineSettings
@@ -133,7 +132,7 @@ class Engine:
             raise
         self.tuning = None
         if group is None:  # whose processes must all choose the same tilings
-            self.tuning = make_tuning(settings, self.device, self.lmm.linears, self.runner, terms)
+            self.tuning = make_tuning(settings, self.runner, terms)
 
     def _open(self, lmm: Lmm | None, cost_model: CostModel | None, group: Group | None) -> None:
         settings = self.settings
@@ -180,17 +179,16 @@ class Engine:
         self.merge_state = MergeState(lmm.linears, self.adapters)
 
         # Requests, and what they can name
-        self.requests = Requests(self.blocks, self.adapters, self.prefixes, settings.max_requests)
         self.store = Store(
             lmm.base, lmm.targets, width=lmm.width, device=self.device, quantize=lmm.quantize,
             config=lmm.config.get_text_config(),
         )  # fmt: skip
         self.registry = AdapterRegistry(
-            lmm, self.store, self.memory, self.requests, self.merge_state,
+            lmm, self.store, self.memory, self.adapters, self.prefixes, self.merge_state,
             mergeable=mergeable, on_change=self._weights_changed,
         )  # fmt: skip
         limits = settings, lmm, self.context_length
-        self._preprocessing = Preprocessing(*limits, self.registry, self.requests)
+        self.requests = Requests(*limits, self.registry, self.blocks)
 
         # Steps, and what decides them
         with self.start_up.phase("attention"):
@@ -201,10 +199,8 @@ class Engine:
                 max_adapters=settings.max_adapters,
                 sizes=sizing.graph_sizes(settings, self.device), left=self.start_up.left,
             )  # fmt: skip
-        self.images = ImageEncoder(
-            self.runner, self.adapters, self.merge_state, settings.image_cache_bytes
-        )
-        self._text_of = functools.cache(partial(text_and_bytes, self._preprocessing.tokenizer))
+        self.images = ImageEncoder(self.runner, self.merge_state, settings.image_cache_bytes)
+        self._text_of = functools.cache(partial(text_and_bytes, self.requests.tokenizer))
         machine = sizing.machine_of(settings, self.device, lmm.dtype)
         self.cost = cost_model or load_or_estimate(settings.folder("cost"), machine, lmm.base)
         self.policy = make_policy(settings.policy, self.cost, settings.deciding)
@@ -277,7 +273,7 @@ class Engine:
     def prepare(self, request: Request) -> Prepared:
         """Tokenize the prompt and process its images, in any thread; or raise a `ServeError`."""
         target = self.store.mix(request.model, request.adapters)
-        self._preprocessing.check_characters(request)
+        self.requests.check_characters(request)
         prompt = prepare_prompt(self.lmm, request, target.model.prompt, target.context)
         return Prepared(request, target, prompt)
 
@@ -303,7 +299,7 @@ class Engine:
 
     def prepare_compression(self, wanted: NewContext, name: str) -> Compression:
         """Prepare the request `name` that makes a context of a document; in any thread."""
-        self._preprocessing.check_characters(Request(name, text=wanted.document), "document")
+        self.requests.check_characters(Request(name, text=wanted.document), "document")
         return prepare_compression(self.lmm, self.store, wanted, name, self.context_length)
 
     def add_all(self, asked: Sequence[Prepared]) -> dict[str, errors.ServeError]:
@@ -322,10 +318,10 @@ class Engine:
         request_id = prepared.request.id
         if self.requests.find(request_id) is not None:
             raise errors.RequestError(f"request id {request_id} is in use: choose another one")
-        sequence = self._preprocessing.sequence(prepared)
+        sequence = self.requests.sequence(prepared)
         self.requests.add(sequence, together)
         if sequence.carrier is None:
-            self._arrived.append(sequence.view.arrival)
+            self._arrived.append(sequence.arrival)
         return sequence
 
     def cancel(self, request_id: str, error: errors.ServeError | None = None) -> bool:
@@ -424,10 +420,9 @@ class Engine:
         running, held = [], 0
         for sequence in requests.running.values():
             if schedulable(sequence):
-                seen = sequence.view
-                if not seen.prompt_left:
-                    seen.pages = pages_needed(sequence.id, sequence.computed + 1)
-                running.append(seen)
+                if not sequence.prompt_left:
+                    sequence.pages = pages_needed(sequence.table, sequence.kv_tokens + 1)
+                running.append(sequence)
             else:
                 held += 1
         waiting = window(requests.queue(), SEEN)
@@ -445,9 +440,9 @@ class Engine:
             elif needed <= self.adapters.resident | self.adapters.loading:
                 loading = loading | {label}
             if self._unified:  # of its pages, those that others do not hold already
-                lacking = [key for key in needed - loading if not self.adapters.pinned(key)]
+                lacking = [key for key in needed - loading if not self.adapters[key].users]
                 for sequence in members.values():
-                    sequence.view.adapter_pages = sum(map(self.adapters.pages, lacking))
+                    sequence.adapter_pages = sum(self.adapters[k].page_count for k in lacking)
         arrived, self._arrived = self._arrived, []
         free = self.pool.free + (self.adapters.budget.idle_pages if self._unified else 0)
         limits = StepLimits(
@@ -495,25 +490,23 @@ class Engine:
             if work.targets and sequence.scores is not None:
                 sequence.scores.append(next(prompts))
             sequence.started = sequence.started or now
-            if sequence.computed < sequence.prompt_tokens:
+            if sequence.kv_tokens < sequence.prompt_tokens:
                 self.prompt_tokens += count
-            sequence.computed += count
-            view = sequence.view
-            view.kv_tokens += count
-            view.held = len(work.table) - sequence.prompt.given // self.blocks.block_size
-            view.prompt_left = max(0, view.prompt_left - count)
+            sequence.kv_tokens += count
+            sequence.held = len(work.table) - sequence.prompt.given // self.blocks.block_size
+            sequence.prompt_left = max(0, sequence.prompt_left - count)
             # The newest token may be known to the device only.
-            commit(sequence.id, min(sequence.computed, len(sequence.ids)))
+            commit(sequence.table, min(sequence.kv_tokens, len(sequence.ids)))
             if hidden is not None:
                 sequence.hidden.append(hidden)
             if work.choice is not None:
                 sequence.pending += 1
                 sequence.chosen = True
-                view.output_left = max(1, view.output_left - 1)
+                sequence.output_left = max(1, sequence.output_left - 1)
                 choosing.append(sequence)
-            view.images = len(sequence.prompt.visuals) - len(sequence.features)
-            if not view.prompt_left:
-                view.images = 0
+            sequence.images = len(sequence.prompt.visuals) - len(sequence.features)
+            if not sequence.prompt_left:
+                sequence.images = 0
                 sequence.features.clear()
                 sequence.memory = None
                 if sequence.head is not None:
@@ -521,7 +514,7 @@ class Engine:
         heads = launch_heads([one.head_request() for one in answering]) if answering else None
         for sequence in answering:  # its keys and values are not needed any more
             if sequence.request.keep_kv:
-                table = self.blocks.table(sequence.id)
+                table = sequence.table.blocks
                 sequence.kv = self.memory.read_tokens(table, sequence.prompt_tokens)
             self.requests.release(sequence)
         state = self.merge_state.mode, self.merge_state.adapter
@@ -545,12 +538,12 @@ class Engine:
             sequence = running.get(request_id) or waiting.get(request_id)
             if sequence is None or not admit(sequence):
                 continue
-            if sequence.view.pair and self.merge_state.adapter is not None:
+            if sequence.pair and self.merge_state.adapter is not None:
                 continue  # beside a merged adapter rows have room for one of their own
-            count = min(tokens, sequence.length - sequence.computed)
-            if sequence.view.blocks:  # of which the policy did not know what is cached
-                count = sequence.view.whole(count)
-            if count and reserve(sequence.id, sequence.computed + count):
+            count = min(tokens, sequence.length - sequence.kv_tokens)
+            if sequence.blocks:  # of which the policy did not know what is cached
+                count = sequence.whole(count)
+            if count and reserve(sequence.table, sequence.kv_tokens + count):
                 shares.append((sequence, count))
         # Only now, as the adapters of the batch are pinned and a prefetch cannot evict them.
         self._prefetch(decision.prefetch)
@@ -584,7 +577,6 @@ class Engine:
         """Return the shares with their works; requests whose constraint fails are ended."""
         kept, works = [], []
         until: float | None = None
-        table, adapters, lmm = self.blocks.table, self.adapters, self.lmm
         for sequence, count in sorted(shares, key=lambda share: share[0].mask_seconds):
             if sequence.request.sampling.constraint is not None:
                 now = time.monotonic()
@@ -592,7 +584,7 @@ class Engine:
                 if now > until:
                     continue
             try:
-                works.append(sequence.work(count, table(sequence.id), adapters, lmm))
+                works.append(sequence.work(count, self.adapters, self.lmm))
                 kept.append((sequence, count))
             except Exception as error:  # noqa: BLE001 - its own request gets it
                 self._fail(sequence, as_serve_error(sequence.id, error))
@@ -703,7 +695,7 @@ class Engine:
             said = f"{name} computed NaN or infinity for this request: {remedy}"
             log.warning("request %s in %s mode: %s", sequence.id, flight.mode, said)
             self._fail(sequence, errors.NonFiniteError(said, blame_adapter=on_adapter))
-        self.blocks.forget(sequence.keys)
+        self.blocks.forget(sequence.table.keys)
         if not (on_adapter or flight.merged is None or flight.merged in self.adapters.unmergeable):
             # Without an adapter of its own, the merged one is the likeliest cause.
             reason = "a request of the base model was not finite beside it"
@@ -729,7 +721,7 @@ class Engine:
         image = sum(len(item.at) for item in sequence.prompt.visuals)
         completion = len(sequence.ids) - sequence.prompt_tokens
         usage = Usage(sequence.prompt_tokens, completion, image, sequence.cached)
-        begun = sequence.view.arrival, sequence.started, sequence.first_token
+        begun = sequence.arrival, sequence.started, sequence.first_token
         times = Times(*begun, time.monotonic())
         self._outputs.append(Output(sequence.id, finish=finish, usage=usage, times=times, **parts))
 

@@ -10,7 +10,6 @@ from valora_kernels.metadata import NONE
 from valora_serve.engine.adapter_registry import MergeState
 from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import ImageError, StoppedError
-from valora_serve.memory.unified import AdapterMemory
 from valora_serve.model.prompt import MemoryTokens, VisualFeatures
 from valora_serve.model.runner import ModelRunner
 
@@ -20,12 +19,9 @@ log = logging.getLogger(__name__)
 class ImageEncoder:
     """Encodes images, with an LRU cache by image, the adapter's vision weights and the tenant."""
 
-    def __init__(
-        self, runner: ModelRunner, adapters: AdapterMemory, merge_state: MergeState, max_bytes: int
-    ) -> None:
+    def __init__(self, runner: ModelRunner, merge_state: MergeState, max_bytes: int) -> None:
         self.queries = self.hits = self.encoded = self.held_bytes = 0
-        self._runner, self._adapters, self._max_bytes = runner, adapters, max_bytes
-        self._merge_state = merge_state
+        self._runner, self._merge_state, self._max_bytes = runner, merge_state, max_bytes
         self._kept: OrderedDict[bytes, VisualFeatures] = OrderedDict()
 
     def encode(
@@ -34,12 +30,12 @@ class ImageEncoder:
         """Set `features` of the requests of a step; return those whose images are broken."""
         groups: dict[tuple[object, ...], list[tuple[SequenceState, int]]] = {}
         for sequence, count in shares:
-            end = sequence.computed + count
+            end = sequence.kv_tokens + count
             memory = sequence.prompt.memory
-            if memory is not None and sequence.computed <= memory.at[-1] and memory.at[0] < end:
+            if memory is not None and sequence.kv_tokens <= memory.at[-1] and memory.at[0] < end:
                 sequence.memory = sequence.memory or self._memory(memory)
             for number, visual in enumerate(sequence.prompt.visuals):
-                reached = sequence.computed <= visual.at[-1] and visual.at[0] < end
+                reached = sequence.kv_tokens <= visual.at[-1] and visual.at[0] < end
                 if number in sequence.features or not reached:
                     continue
                 self.queries += 1
@@ -99,7 +95,7 @@ class ImageEncoder:
         for sequence, number in members:
             distinct.setdefault(_key(sequence, number), (sequence, number))
         slots = [
-            self._adapters.slot(next(iter(sequence.adapters))) if sequence.vision else NONE
+            self._runner.adapters[next(iter(sequence.adapters))].slot if sequence.vision else NONE
             for sequence, _ in distinct.values()
         ]
         visuals = [sequence.prompt.visuals[number] for sequence, number in distinct.values()]

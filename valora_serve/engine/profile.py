@@ -143,7 +143,7 @@ class Profiler:
                     yield None
         merges, unmerges = [], []
         for key in _mergeable(engine)[:MERGED_ADAPTERS]:
-            rank = int(engine.adapters.ranks[engine.adapters.slot(key)])
+            rank = int(engine.adapters.ranks[engine.adapters[key].slot])
             _merge(engine, key)  # the first time, the merged weights are checked
             _merge(engine, None)
             for _ in range(REPEATS):
@@ -187,7 +187,7 @@ def _load(engine: Engine) -> list[tuple[int, float]]:
             continue
         seconds = time.perf_counter() - start
         if key in adapters.resident:
-            times.append((int(adapters.ranks[adapters.slot(key)]), seconds))
+            times.append((int(adapters.ranks[adapters[key].slot]), seconds))
     return times
 
 
@@ -271,7 +271,7 @@ def make_step(
     rest = iter(pages)
     for number, (context, tokens) in enumerate(rows):
         key = resident[number % distinct] if distinct else None
-        slot = NONE if key is None else adapters.slot(key)
+        slot = NONE if key is None else adapters[key].slot
         rank = 0 if key is None else int(adapters.ranks[slot])
         table = [next(rest) for _ in range(-(-(context + tokens) // size))]
         decoding = tokens == 1
@@ -280,7 +280,7 @@ def make_step(
         left = 0 if decoding else tokens
         view = RequestView(str(number), key, rank, 0.0, left, context, images=len(visuals))
         batch.append((view, tokens))
-    ranks = {key: int(adapters.ranks[adapters.slot(key)]) for key in resident}
+    ranks = {key: int(adapters.ranks[adapters[key].slot]) for key in resident}
     return Step(step_shape(mode, merged, batch, ranks), works, merged, visuals)
 
 

@@ -15,7 +15,7 @@ from valora_data.contract.head import Head
 from valora_kernels.metadata import NONE
 from valora_serve.catalogue.store import ResolvedModel
 from valora_serve.errors import RequestError
-from valora_serve.memory.block_manager import ImageSpan
+from valora_serve.memory.block_manager import BlockTable
 from valora_serve.memory.unified import AdapterMemory
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import HeadRequest
@@ -37,19 +37,20 @@ class Prepared:
     head: Head | None = None  # answers instead of the target's
 
 
-@dataclass(slots=True, eq=False)
-class SequenceState:
-    """Everything that the engine knows of an unfinished request."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class SequenceState(RequestView):
+    """Everything that the engine knows of an unfinished request.
+
+    Its `kv_tokens` include those of the step under way.
+    """
 
     request: Request
     prompt: Prompt
     adapters: dict[str, float]  # weights of the adapters that it runs on, by their keys
     head: Head | None  # that answers; None to generate text
-    view: RequestView  # what policies see of it; kept up to date
     ids: list[int]  # of prompt and answer, as far as the host knows them
+    table: BlockTable  # of these tokens
     prompt_tokens: int
-    salt: bytes  # `ResolvedModel.salt`, for its keys in the prefix cache
-    spans: list[ImageSpan]  # images in the prompt, for the same
     vision: bytes  # content hash of the adapters' weights that change how images are encoded
     text: Detokenizer
     generator: Generator | None  # random numbers of its own; None for greedy decoding
@@ -59,13 +60,10 @@ class SequenceState:
     # Log probabilities of its prompt, of each step that computed some; None if it wants none, or
     # has got them.
     scores: list[StepLogprobs] | None = None
-    own_from: int = 0  # index of the first token that its adapter is applied to
     tenant: bytes = b""  # hash of its cache salt, for its keys in the image cache
     prefix: str | None = None  # key of the prefix of its context
-    root: bytes = b""  # what its keys in the prefix cache begin with: tenant and that prefix
     mask_seconds: float = 0.0  # that its constraint has taken to compute masks
     slot: int | None = None  # in the batch, None while it waits
-    computed: int = 0  # tokens with keys and values, those of the step under way included
     pending: int = 0  # tokens that the device has chosen and the host has not read yet
     chosen: bool = False  # whether its last token lies in its slot on the device
     cached: int = 0  # prompt tokens from the prefix cache when it was first admitted
@@ -77,15 +75,9 @@ class SequenceState:
     first_token: float | None = None  # time of its first token, or of its head's result
     finish: Finish | None = None
     preemptions: int = 0
-    keys: list[bytes] = field(default_factory=list)  # of the blocks that it has given back
     riders: list[SequenceState] = field(default_factory=list)  # whose heads read its hidden states
     carrier: SequenceState | None = None  # the request that it rides on
     after: tuple[SequenceState, int] | None = None  # computes so many of its first tokens
-
-    @property
-    def id(self) -> str:
-        """Id of the request."""
-        return self.request.id
 
     @property
     def length(self) -> int:
@@ -97,26 +89,26 @@ class SequenceState:
         """Tokens of the answer, those included that only the device knows."""
         return self.length - self.prompt_tokens
 
-    def work(self, count: int, table: list[int], adapters: AdapterMemory, lmm: Lmm) -> Work:
+    def work(self, count: int, adapters: AdapterMemory, lmm: Lmm) -> Work:
         """Return what the model computes for the next tokens; `RequestError` if none is allowed."""
-        start, prompt = self.computed, self.prompt
+        start, prompt = self.kv_tokens, self.prompt
         end = start + count
-        terms = [(adapters.slot(key), weight) for key, weight in self.adapters.items()]
+        terms = [(adapters[key].slot, weight) for key, weight in self.adapters.items()]
         assert self.slot is not None
         work = Work(
             self.slot, start, count,
             tokens=None if self.chosen and count == 1 else self.ids[start:end],
-            table=table,
+            table=self.table.blocks,
             adapter=terms[0][0] if terms else NONE,
-            weighted=() if self.view.adapter in self.adapters else terms,
-            plain=min(max(self.own_from - start, 0), count),
+            weighted=() if self.adapter in self.adapters else terms,
+            plain=min(max(self.table.since - start, 0), count),
             delta=prompt.delta,
         )  # fmt: skip
         if start < self.prompt_tokens:
             if prompt.positions is not None:
                 work.positions = self._positions(start, end)
             work.visuals = self._visuals(start, end)
-            blocks = self.view.blocks
+            blocks = self.blocks
             work.blocks = [one for one in blocks if start <= one[0] and one[1] <= end]
             if self.scores is not None:  # those of the prompt's tokens that follow
                 work.targets = self.ids[start + 1 : min(end + 1, self.prompt_tokens)]
@@ -189,19 +181,20 @@ class SequenceState:
         """Ride on the pass of another request about the same images, or wait for its prefix."""
         longest = 0
         for other in others:
-            if (self.root, self.vision, self.prefix) != (other.root, other.vision, other.prefix):
+            own, its = self.table, other.table
+            if (own.root, self.vision, self.prefix) != (its.root, other.vision, other.prefix):
                 continue
-            alike = (self.salt, self.own_from) == (other.salt, other.own_from)
+            alike = (own.salt, own.since) == (its.salt, its.since)
             if alike and self.ids == other.ids and self._reads_as(other):
                 other.riders.append(self)
                 self.carrier, self.after = other, None
-                limits = (other.view.latency_limit, self.view.latency_limit)
-                other.view.latency_limit = min((n for n in limits if n is not None), default=None)
+                limits = (other.latency_limit, self.latency_limit)
+                other.latency_limit = min((n for n in limits if n is not None), default=None)
                 return
             pairs = enumerate(zip(self.ids, other.ids, strict=False))
-            common = next((at for at, (own, its) in pairs if own != its), len(other.ids))
+            common = next((at for at, (one, two) in pairs if one != two), len(other.ids))
             if not alike:  # up to there both have the base model's keys and values
-                common = min(common, self.own_from, other.own_from)
+                common = min(common, own.since, its.since)
             images = max((int(item.at[-1]) for item in self.prompt.visuals), default=-1)
             reads = self.head is not None and self.head.reads_visual
             if common > max(longest, images) and not reads:
@@ -220,7 +213,7 @@ class SequenceState:
         """Whether another request still has to compute the beginning of its prompt."""
         if self.after is not None:
             other, tokens = self.after
-            if other.finish is None and other.computed < tokens:
+            if other.finish is None and other.kv_tokens < tokens:
                 return True
             self.after = None
         return False

@@ -10,13 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from valora_data.contract.quantized import NF4
+from valora_data.contract.base_model import load_model as read_model
+from valora_data.contract.quantized import NF4, unpack
 from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
 from valora_serve.engine.settings import FP8, NF4_PACKED, UNMERGEABLE, EngineSettings
 from valora_serve.errors import ServeError, SettingsError
 from valora_serve.memory.unified import PageShape
 from valora_serve.model.lmm import Lmm
+from valora_serve.model.split import SplitReader
 from valora_serve.model.work import DECODE, PROMPT, VISION
 from valora_serve.orchestrator.cost_model import PROMPT_SIZES
 from valora_serve.parallel.group import Group
@@ -62,16 +64,25 @@ def find_device(settings: EngineSettings, rank: int = 0) -> torch.device:
 
 
 def load_model(settings: EngineSettings, group: Group | None) -> Lmm:
-    """Load the base model of the settings, or the part of it that a process of a group has."""
-    packed = settings.quantize == NF4_PACKED
+    """Load the base model of the settings, or the part of it that a process of a group has.
+
+    Weights that are quantized to 4 bits are unpacked again, to the numbers that adapters were
+    trained on, unless they are to stay packed. A `BundleError` or `SettingsError` says why not.
+    """
+    base, fp8, packed = settings.base, settings.quantize == FP8, settings.quantize == NF4_PACKED
     quantize = NF4 if packed or settings.quantize == NF4 else None
     device = group.device if group else find_device(settings)
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
-    dtype = dtype if settings.dtype == "auto" else settings.dtype
-    return Lmm.load(
-        settings.base, getattr(torch, dtype), device, quantize,
-        fp8=settings.quantize == FP8, packed=packed, group=group, lora=settings.lora_parallel,
-    )  # fmt: skip
+    name = "bfloat16" if device.type == "cuda" else "float32"
+    dtype = getattr(torch, name if settings.dtype == "auto" else settings.dtype)
+    if group is not None:
+        reader = SplitReader(base, group, quantize, settings.lora_parallel)
+        return Lmm(
+            base, *read_model(base, dtype, read=reader, plain=True), device, quantize, reader
+        )
+    model, processor = read_model(base, dtype, quantize=quantize, device=device, plain=True)
+    if quantize is not None and not packed:
+        model = unpack(model, dtype)
+    return Lmm(base, model, processor, device, quantize, fp8=fp8, packed=packed)
 
 
 def limit_host_threads(device: torch.device) -> None:

@@ -19,7 +19,6 @@ from valora_kernels.operators import ATMM
 from valora_kernels.tiling import Case, ProjectionGroup
 from valora_kernels.tune import Compiler, Piece, Tuner, cases
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.model.linears import Linears
 from valora_serve.model.runner import ModelRunner
 from valora_serve.model.work import Preparation
 
@@ -30,12 +29,12 @@ class Tuning:
     """Tilings of the GPU of one engine."""
 
     def __init__(
-        self, tuner: Tuner, file: Path, linears: Linears, runner: ModelRunner,
-        settings: EngineSettings, terms: Sequence[int],
+        self, tuner: Tuner, file: Path, runner: ModelRunner, settings: EngineSettings,
+        terms: Sequence[int],
     ) -> None:  # fmt: skip
         self.adopted = 0  # how often steps have begun to choose from new measurements
         self.progress = (0, 0)  # shapes that are measured, and those that are or will be
-        self.tuner, self._file, self._linears, self._runner = tuner, file, linears, runner
+        self.tuner, self._file, self._runner = tuner, file, runner
         self._terms = [count for count in terms if count]
         self._cases = cases(settings.max_tokens, settings.max_adapters, tuner.table.gpu)
         self._used = tuner.table  # by steps
@@ -63,7 +62,7 @@ class Tuning:
 
     def _wanted(self) -> list[tuple[ProjectionGroup, Case]]:
         orders: dict[ProjectionGroup, bool] = {}  # whether LoRA may come before the base product
-        for group in self._linears.groups.values():
+        for group in self._runner.lmm.linears.groups.values():
             widths = group.spec.in_features, *group.spec.out_features
             aligned = all(width % ALIGNMENT == 0 for width in widths)
             if group.lora is not None and group.spec.part == "text" and aligned:
@@ -111,10 +110,10 @@ def read_table(file: Path, gpu: Gpu) -> TilingTable:
 
 
 def make_tuning(
-    settings: EngineSettings, device: torch.device, linears: Linears, runner: ModelRunner,
-    terms: Sequence[int],
-) -> Tuning | None:  # fmt: skip
+    settings: EngineSettings, runner: ModelRunner, terms: Sequence[int]
+) -> Tuning | None:
     """Use the measured tilings of the GPU, and measure others unless they are shipped (None)."""
+    device = runner.device
     if device.type != "cuda" or kernels() is None or is_measured(gpu := gpu_of(device)):
         return None
     name = gpu.name.lower().replace(" ", "_").replace("/", "_")
@@ -125,4 +124,4 @@ def make_tuning(
     if not (settings.profile and settings.operator == ATMM):
         return None
     tuner = Tuner(table, table_of(H200), Compiler(device), device)
-    return Tuning(tuner, file, linears, runner, settings, terms)
+    return Tuning(tuner, file, runner, settings, terms)

@@ -80,7 +80,7 @@ class WarmUp:
         """Capture the graph that a step has missed, unless that would slow down the requests."""
         self._follow(runner)
         start = time.monotonic()
-        if self.left and start >= self._next and (missed := runner.missed()) is not None:
+        if self.left and start >= self._next and (missed := runner.next_missed()) is not None:
             self._prepare(runner, missed)
             now = time.monotonic()
             self._next = now + PAUSE * (now - start)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -97,9 +97,9 @@ class ImageSpan:
     whole: bool = False  # whether they see each other, so that none is right without the others
 
 
-@dataclass(slots=True)
-class SequencePages:
-    """Tokens of a sequence, and what else the keys and values in its pages depend on."""
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The pages of a sequence, and what the keys and values in them depend on."""
 
     tokens: Sequence[int]  # of the prompt; the caller appends to it
     salt: bytes = b""  # the adapter's hash
@@ -107,7 +107,8 @@ class SequencePages:
     since: int = 0  # token that the adapter is applied from
     shared: Sequence[int] = ()  # full pages of a context that its pages begin with
     root: bytes = b""  # hashes of tenant and context
-    blocks: list[int] = field(default_factory=list)  # its pages, in the order of its tokens
+    # Its pages while it is open, in the order of its tokens.
+    blocks: list[int] = field(default_factory=list)
     # Of its full and computed blocks in the prefix cache, behind the shared ones.
     keys: list[bytes] = field(default_factory=list)
 
@@ -125,17 +126,16 @@ class BlockManager:
         self.pool = pool
         self.block_size = block_size
         self.caching = caching
-        self._sequences: dict[Hashable, SequencePages] = {}
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         pool.on_evict = self._forget
 
-    def open(self, sequence: Hashable, own: SequencePages, limit: int | None = None) -> int:
+    def open(self, own: BlockTable, limit: int | None = None) -> int:
         """Open a sequence; return the number of its cached tokens, shared ones included.
 
         At most `limit` tokens come from the cache.
         """
-        own.blocks, shared = [*own.shared], len(own.shared)
+        own.blocks, own.keys, shared = [*own.shared], [], len(own.shared)
         longest = len(own.tokens) - 1 if limit is None else min(limit, len(own.tokens) - 1)
         for index in range(shared, longest // self.block_size if self.caching else 0):
             key = self._key(own, index)
@@ -149,24 +149,20 @@ class BlockManager:
                 del own.blocks[first:], own.keys[first - shared :]
         for block in own.blocks[shared:]:
             self.pool.share(block)
-        self._sequences[sequence] = own
         return len(own.blocks) * self.block_size
 
-    def pages_needed(self, sequence: Hashable, total_tokens: int) -> int:
+    def pages_needed(self, own: BlockTable, total_tokens: int) -> int:
         """Return how many pages a sequence must still get to hold this many tokens."""
-        held = len(self._sequences[sequence].blocks)
-        return max(0, -(-total_tokens // self.block_size) - held)
+        return max(0, -(-total_tokens // self.block_size) - len(own.blocks))
 
-    def reserve(self, sequence: Hashable, total_tokens: int) -> bool:
+    def reserve(self, own: BlockTable, total_tokens: int) -> bool:
         """Take the pages that a sequence needs to hold this many tokens; all, or none and False."""
-        taken = self.pool.take(self.pages_needed(sequence, total_tokens), Owner.KV)
-        if taken is not None:
-            self._sequences[sequence].blocks += taken
+        taken = self.pool.take(self.pages_needed(own, total_tokens), Owner.KV)
+        own.blocks += taken or ()
         return taken is not None
 
-    def commit(self, sequence: Hashable, computed_tokens: int) -> None:
+    def commit(self, own: BlockTable, computed_tokens: int) -> None:
         """Add a sequence's full blocks of computed tokens, counted from its start, to the cache."""
-        own = self._sequences[sequence]
         if not self.caching:
             return
         for index in range(len(own.shared) + len(own.keys), computed_tokens // self.block_size):
@@ -176,17 +172,12 @@ class BlockManager:
             if self._block_of.setdefault(key, block) == block:
                 self._key_of[block] = key
 
-    def table(self, sequence: Hashable) -> list[int]:
-        """Return the blocks of a sequence, in the order of its tokens; do not change the list."""
-        return self._sequences[sequence].blocks
-
-    def close(self, sequence: Hashable) -> list[bytes]:
-        """Close a sequence, whose blocks stay cached until they are evicted; return their keys."""
-        entry = self._sequences.pop(sequence)
+    def close(self, own: BlockTable) -> None:
+        """Close a sequence; the blocks of its `keys` stay cached until they are evicted."""
         # Last block first, so that the end of a prefix is evicted before its beginning.
-        for block in reversed(entry.blocks[len(entry.shared) :]):
+        for block in reversed(own.blocks[len(own.shared) :]):
             self.pool.give(block, keep=block in self._key_of)
-        return entry.keys
+        own.blocks = []
 
     def forget(self, keys: Sequence[bytes]) -> None:
         """Remove blocks from the cache by their keys, as their content is not to be used again."""
@@ -196,7 +187,7 @@ class BlockManager:
                 del self._key_of[block]
                 self.pool.uncache(block)
 
-    def _key(self, own: SequencePages, index: int) -> bytes:
+    def _key(self, own: BlockTable, index: int) -> bytes:
         """Return the key of block `index`; the keys before it are there."""
         start, stop = index * self.block_size, (index + 1) * self.block_size
         before = own.keys[-1] if own.keys else own.root

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -154,6 +154,9 @@ class Residency(Generic[P]):
     def __len__(self) -> int:
         return len(self._entries) - len(self._removed)
 
+    def __getitem__(self, key: str) -> Entry[P]:
+        return self._entries[key]
+
     def copy(self, entry: Entry[P]) -> Any:
         """Copy an entry to its pages; return an event behind the copy, None if it is done."""
         raise NotImplementedError
@@ -187,18 +190,6 @@ class Residency(Generic[P]):
         del self._entries[key]
         self.dropped.discard(key)
         self._removed.discard(key)
-
-    def pages(self, key: str) -> int:
-        """Return the number of pages that something takes on the device."""
-        return self._entries[key].page_count
-
-    def held(self, key: str) -> Sequence[int]:
-        """Return the pages of something that is on the device, in order; do not change them."""
-        return self._entries[key].pages
-
-    def slot(self, key: str) -> int:
-        """Return the slot of something that is on the device."""
-        return self._entries[key].slot
 
     def load(self, key: str, *, urgent: bool = True) -> bool:
         """Start loading something to the device; False without room, of wanted ones if `urgent`.
@@ -249,10 +240,6 @@ class Residency(Generic[P]):
         entry.users -= 1
         if not entry.users:
             self.budget.idle[entry] = None
-
-    def pinned(self, key: str) -> bool:
-        """Return whether something is pinned."""
-        return bool(self._entries[key].users)
 
     def close(self) -> None:
         """Stop reading files; what is in memory stays."""

@@ -426,7 +426,7 @@ class PrefixMemory(DeviceResidency[PackedPrefix]):
 
     def copy_rest(self, key: str, page: int) -> None:
         """Copy the last page of a resident prefix into a request's page, on the current stream."""
-        self._memory.copy_page(self.held(key)[-1], page)
+        self._memory.copy_page(self[key].pages[-1], page)
 
     def _write(self, entry: Entry[PackedPrefix]) -> None:
         assert entry.packed is not None

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valora_data.contract.base_model import BaseModel, load_model
-from valora_data.contract.quantized import BLOCK, check_library, unpack
+from valora_data.contract.base_model import BaseModel
+from valora_data.contract.quantized import BLOCK, check_library
 from valora_data.models.base import ModelPart
 from valora_kernels.launching import has_dependent_launch
 from valora_serve.catalogue.adapters import ModelTargets
@@ -21,8 +21,6 @@ from valora_serve.model.linears import LinearGroup, Linears, MakeGroup
 from valora_serve.model.prompt import Visual, VisualFeatures
 from valora_serve.model.quantized_linears import ALIGNMENT, check_device, make_fp8, make_nf4
 from valora_serve.model.split import SplitHead, SplitReader, attention_sizes, part_of
-from valora_serve.parallel import REPLICATE_A
-from valora_serve.parallel.group import Group
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +39,8 @@ class Lmm(BaseModel):
     """A base model whose attention is paged and whose linears take LoRA terms.
 
     The transformers model is changed in place. `quantize` says how its weights were quantized.
-    `split` read a rank's part. The language model computes in 8 bits with
-    `fp8`; with `packed` its weights stay in 4 bits.
+    `split` read a rank's part. The language model computes in 8 bits with `fp8`; with `packed` its
+    weights stay in 4 bits.
     """
 
     linears: Linears
@@ -96,34 +94,6 @@ class Lmm(BaseModel):
             self._check_quantized("fp8", f"widths are multiples of {ALIGNMENT}", "none")
         elif packed:
             self._check_quantized("nf4_packed", f"weights fill blocks of {BLOCK}", "nf4")
-
-    @classmethod
-    def load(
-        cls,
-        base: str,
-        dtype: torch.dtype,
-        device: torch.device,
-        quantize: str | None = None,
-        *,
-        fp8: bool = False,
-        packed: bool = False,
-        group: Group | None = None,
-        lora: str = REPLICATE_A,
-    ) -> Lmm:
-        """Load ``tiny``, a folder or a name on the hub; `BundleError`, `SettingsError` if not.
-
-        Weights that are quantized to 4 bits (``quantize`` is ``nf4``) are unpacked again, to the
-        numbers that adapters were trained on, unless they are to stay packed. A rank of a `group`
-        reads its part, to use LoRA matrices that are split by `lora`.
-        """
-        if group is not None:
-            reader = SplitReader(base, group, quantize, lora)
-            model, processor = load_model(base, dtype, read=reader, plain=True)
-            return cls(base, model, processor, device, quantize, reader)
-        model, processor = load_model(base, dtype, quantize=quantize, device=device, plain=True)
-        if quantize is not None and not packed:
-            model = unpack(model, dtype)
-        return cls(base, model, processor, device, quantize, fp8=fp8, packed=packed)
 
     def _check_quantized(self, name: str, why: str, instead: str) -> None:
         """Say how many layers stay as they are; refuse it if all do: nothing could be merged."""

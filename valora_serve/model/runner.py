@@ -16,7 +16,7 @@ from torch import Tensor
 from valora_data.cpu import usable_cores
 from valora_data.wording import first_line
 from valora_kernels.launching import compiling_together
-from valora_kernels.metadata import NONE, LoraBatch, Scratch
+from valora_kernels.metadata import NONE, LoraBatch
 from valora_serve.errors import SettingsError
 from valora_serve.memory.unified import AdapterMemory
 from valora_serve.model.attention.base import (
@@ -48,7 +48,6 @@ from valora_serve.model.work import (
     MIXTURE,
     PROMPT,
     VISION,
-    GraphRecorder,
     LoraTerms,
     Preparation,
     StepResources,
@@ -62,7 +61,7 @@ MAX_THREADS = 16  # that compile kernels together
 SCORED_ROWS = 256  # of a prompt whose logits are in memory at a time: 150 MB for 150,000 tokens
 
 
-class ModelRunner:
+class ModelRunner(StepResources):
     """Computes steps, eagerly or by replaying a CUDA graph, and encodes images."""
 
     def __init__(
@@ -78,29 +77,14 @@ class ModelRunner:
         sizes: Mapping[str, Sequence[int]],  # of the graphs, by their kind
         left: Mapping[Preparation, None],  # see `StepResources.left`
     ) -> None:
-        self._lmm = lmm
-        self._device = lmm.device
-        self._adapters = adapters
+        made = make_backend(backend, cache)
+        super().__init__(lmm, cache, adapters, made, max_requests, max_adapters + 1, left)
         self._group = lmm.linears.group  # whose ranks make the same steps
-        self._last_tokens = torch.zeros(max_requests + 1, dtype=torch.int64, device=self._device)
-        self._resources = resources = StepResources(
-            lmm=lmm,
-            cache=cache,
-            backend=make_backend(backend, cache),
-            adapters=adapters,
-            last_tokens=self._last_tokens,
-            recorder=GraphRecorder(self._device),
-            max_requests=max_requests,
-            max_segments=max_adapters + 1,
-            scratch=Scratch(self._device),
-            left=left,
-        )
-        scratch = resources.scratch
-        self._lora = LoraBatch(max_tokens, max_adapters + 1, self._device, scratch=scratch)
-        self._decode_graphs = DecodeGraphs(resources, sizes[DECODE])
-        self._prompt_graphs = PromptGraphs(resources, sizes.get(PROMPT, ()))
+        self._lora = LoraBatch(max_tokens, self.max_segments, self.device, scratch=self.scratch)
+        self._decode_graphs = DecodeGraphs(self, sizes[DECODE])
+        self._prompt_graphs = PromptGraphs(self, sizes.get(PROMPT, ()))
         self._crowded_graphs = self._make_crowded()
-        self._vision_graphs = image_graphs(resources, sizes.get(VISION, ()))
+        self._vision_graphs = image_graphs(self, sizes.get(VISION, ()))
         self._compiling: Compiling | None = None
         # Set once that has ended, or nobody waits any more.
         self._wait_on = threading.Event()
@@ -111,8 +95,8 @@ class ModelRunner:
 
     def _make_crowded(self) -> PromptGraphs:
         """Graphs for steps in which many rows decode; of no size where the backend has none."""
-        sizes = () if self._resources.backend.crowd(1) is None else self._prompt_graphs.sizes
-        return PromptGraphs(self._resources, sizes, CROWDED)
+        sizes = () if self.backend.crowd(1) is None else self._prompt_graphs.sizes
+        return PromptGraphs(self, sizes, CROWDED)
 
     # ------------------------------------------------------------------ steps
 
@@ -131,7 +115,7 @@ class ModelRunner:
         choices = [work.choice for work in works if work.choice is not None]
         if not all(choice.is_argmax for choice in choices):
             tokens = self._sample(logits, choices)
-            self._last_tokens[slots] = tokens
+            self.last_tokens[slots] = tokens
         logprobs = self._logprobs(works, logits, tokens)
         told, copied = to_host(mark_broken(tokens, finite))
         return StepResult(told, logprobs, [None] * len(works), [], copied)
@@ -158,7 +142,7 @@ class ModelRunner:
         # Positions first: torch compiles layers again for one that begins elsewhere in memory.
         shown, tokens, own, at_own, ends, slots, keep = send_together(
             [
-                positions if self._lmm.three_positions else positions[0],
+                positions if self.lmm.three_positions else positions[0],
                 ids,
                 starts[decoding].astype(np.int64),
                 np.array([works[i].slot for i in decoding], np.int64),
@@ -166,10 +150,10 @@ class ModelRunner:
                 np.array([work.slot for work in chosen], np.int64),
                 np.concatenate([np.zeros(0, np.int64), *keeping]),
             ],
-            self._device,
+            self.device,
         )
         if decoding:
-            tokens[own] = self._last_tokens[at_own]
+            tokens[own] = self.last_tokens[at_own]
         lengths = np.array([work.start + work.count for work in works], np.int32)
         seen = _seen(works) if any(work.blocks for work in works) else None
         rows = Rows(starts, lengths, [work.table for work in works], seen)
@@ -182,11 +166,11 @@ class ModelRunner:
             if work.targets
         ]
         if not chosen:  # the host still waits for its end before it is two steps ahead
-            told, copied = to_host(torch.empty(0, dtype=torch.int64, device=self._device))
+            told, copied = to_host(torch.empty(0, dtype=torch.int64, device=self.device))
             return StepResult(told, None, kept, prompts, copied)
-        logits = self._lmm.logits(hidden[ends])
+        logits = self.lmm.logits(hidden[ends])
         found = self._sample(logits, [work.choice for work in chosen if work.choice is not None])
-        self._last_tokens[slots] = found
+        self.last_tokens[slots] = found
         logprobs = self._logprobs(chosen, logits, found)
         told, copied = to_host(mark_broken(found, finite_rows(logits)))
         return StepResult(told, logprobs, kept, prompts, copied)
@@ -209,18 +193,18 @@ class ModelRunner:
         fitting = [graph for graph in found if graph is not None]
         graph = min(fitting, key=lambda graph: len(graph.inputs[0]), default=None)
         if graph is not None:
-            embedded = self._lmm.embed(tokens, visual)
+            embedded = self.lmm.embed(tokens, visual)
             return self._prompt_graphs.replay(graph, embedded, positions, rows, terms)
         lora = None
         if terms is not None:
             lora = self._lora
-            terms.fill(lora, self._adapters)
-        with self._lmm.linears.scope.text(lora):
-            plan = self._resources.backend.plan(rows)
-            return self._lmm.hidden(tokens, positions, plan, visual)
+            terms.fill(lora, self.adapters)
+        with self.lmm.linears.scope.text(lora):
+            plan = self.backend.plan(rows)
+            return self.lmm.hidden(tokens, positions, plan, visual)
 
     def _is_crowd(self, rows: Rows, sequences: int) -> bool:
-        crowd = self._resources.backend.crowd(sequences)
+        crowd = self.backend.crowd(sequences)
         return crowd is not None and rows.decoding >= crowd
 
     def _visual_rows(self, works: Sequence[Work], starts: NDArray[np.int32]) -> VisualRows | None:
@@ -253,7 +237,7 @@ class ModelRunner:
         # The logits are the same in all ranks of a group, and chance is that of rank 0.
         if self._group is None or all(choice.is_argmax for choice in choices):
             return sample(logits, choices)
-        tokens = torch.zeros(len(logits), dtype=torch.int64, device=self._device)
+        tokens = torch.zeros(len(logits), dtype=torch.int64, device=self.device)
         if self._group.rank == 0:
             tokens = sample(logits, choices)
         self._group.broadcast(tokens)
@@ -268,13 +252,13 @@ class ModelRunner:
     def _prompt_logprobs(self, work: Work, hidden: Tensor) -> StepLogprobs:
         targets = self._send(np.array(work.targets, np.int64)).split(SCORED_ROWS)
         parts = [
-            top_logprobs(self._lmm.logits(rows), tokens, work.prompt_logprobs)
+            top_logprobs(self.lmm.logits(rows), tokens, work.prompt_logprobs)
             for rows, tokens in zip(hidden.split(SCORED_ROWS), targets, strict=True)
         ]
         return StepLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 
     def _send(self, values: NDArray[np.int64]) -> Tensor:
-        return to_device(values, self._device)
+        return to_device(values, self.device)
 
     # ------------------------------------------------------------------ warm-up
 
@@ -321,7 +305,7 @@ class ModelRunner:
             and one.kind != CROWDED  # graphs of any steps with prompts hold them until then
         ]  # fmt: skip
         rest = [one for one in found if one not in first]
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             rest += self._kernel_runs(terms)
         return first, rest
 
@@ -337,18 +321,17 @@ class ModelRunner:
         if wanted.kind != KERNELS:
             self._graphs[wanted.kind].give_up(wanted.size)
 
-    def missed(self) -> Preparation | None:
+    def next_missed(self) -> Preparation | None:
         """Return the graph that a step has missed, the longest ago; None if none was missed."""
-        left, missed = self._resources.left, self._resources.missed
-        return next((wanted for wanted in missed if wanted in left), None)
+        return next((wanted for wanted in self.missed if wanted in self.left), None)
 
     def forget_graphs(self) -> None:
         """Drop all graphs, because weights or adapters have moved in memory."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         for graphs in self._graphs.values():
             graphs.forget()
-        self._resources.recorder.forget()
+        self.recorder.forget()
 
     def tiled(self, terms: Sequence[int]) -> list[Preparation]:
         """Return what is prepared with tilings of the LoRA kernels: kernels and graphs."""
@@ -370,13 +353,13 @@ class ModelRunner:
         """Compile kernels on all cores: attention's, and those of `wanted` graphs."""
         if self._group is not None:  # split linears compute with all ranks only
             return
-        backend = self._resources.backend
+        backend = self.backend
         if self._compiling is None:
             awaited = patience is None or backend.stand_in is None
             self._compiling = Compiling(backend, self._end_waiting, awaited=awaited)
         compiling = self._compiling
         threads = usable_cores()
-        if self._device.type == "cuda" and threads > 1:
+        if self.device.type == "cuda" and threads > 1:
             try:
                 with compiling_together(min(threads, MAX_THREADS)):
                     self.run_linears(wanted)
@@ -393,7 +376,7 @@ class ModelRunner:
                 "see the log and `valora-serve --check`, or choose attention=auto or triton"
             ) from error
         if stand_in is not None and (compiling.running or error is not None):
-            self._use(make_backend(stand_in, self._resources.cache))
+            self._use(make_backend(stand_in, self.cache))
             why = "are being compiled" if error is None else "cannot be compiled"
             log.info("attention backend: %s, as kernels of the chosen one %s", stand_in, why)
 
@@ -407,7 +390,7 @@ class ModelRunner:
 
     def _use(self, backend: AttentionBackend) -> None:
         """Attend with another backend; graphs are replayed until they are captured with it."""
-        self._resources.backend = backend
+        self.backend = backend
         self._decode_graphs.renew_plans()
         self._prompt_graphs.renew_plans()
         self._crowded_graphs = self._make_crowded()
@@ -418,7 +401,7 @@ class ModelRunner:
         compiling = self._compiling
         if compiling is None or compiling.error is not None:
             return False
-        return self._resources.backend is not compiling.backend
+        return self.backend is not compiling.backend
 
     def adopt(self) -> bool:
         """Let a backend take over that another stood in for; all graphs are left again."""
@@ -435,14 +418,14 @@ class ModelRunner:
         for one in wanted:
             if one.kind in (DECODE, PROMPT):  # crowded ones have the linears of prompts
                 lora = self._graphs[one.kind].typical(one.size, one.terms)
-                with torch.inference_mode(), self._lmm.linears.scope.text(lora):
+                with torch.inference_mode(), self.lmm.linears.scope.text(lora):
                     self._run(linears, one.size)
-        self._lmm.linears.scope.last = None
+        self.lmm.linears.scope.last = None
 
     def _linears_by_shape(self) -> list[LinearGroup]:
         found = {
             (group.spec.in_features, group.spec.out_features, group.lora is None): group
-            for group in self._lmm.linears.groups.values()
+            for group in self.lmm.linears.groups.values()
             if group.spec.part == "text"
         }
         return list(found.values())
@@ -450,7 +433,7 @@ class ModelRunner:
     def _run(self, linears: Iterable[LinearGroup], rows: int) -> None:
         for group in linears:
             shape = (rows, group.spec.in_features)
-            group.compute(torch.zeros(shape, dtype=self._lmm.dtype, device=self._device))
+            group.compute(torch.zeros(shape, dtype=self.lmm.dtype, device=self.device))
 
     def _kernel_runs(self, terms: Sequence[int]) -> Iterator[Preparation]:
         """Yield runs of a whole step (size 0), and of linears by rows with an adapter."""
@@ -461,7 +444,7 @@ class ModelRunner:
                     yield Preparation(KERNELS, active, count)
 
     def _compile(self, wanted: Preparation) -> None:
-        lmm, resources = self._lmm, self._resources
+        lmm = self.lmm
         max_rows, active = self._lora.max_rows, wanted.size
         min_rows = min(max(self.captured_prompts, default=0) + 1, max_rows)
         lora = self._lora if wanted.terms else None
@@ -471,33 +454,33 @@ class ModelRunner:
             else:
                 linears = [one for one in self._linears_by_shape() if one.lora is not None]
                 rows = max(active, min_rows)
-                for distinct in _doublings(resources.max_segments - 1):
+                for distinct in _doublings(self.max_segments - 1):
                     if distinct > active:
                         break
-                    resources.fill_typical(self._lora, rows, wanted.terms, active, distinct)
+                    self.fill_typical(self._lora, rows, wanted.terms, active, distinct)
                     self._run(linears, rows)
         lmm.linears.scope.last = None
 
     def _run_prompt(self, rows: int, terms: int) -> None:
         """Run a step of one prompt, whose keys and values are written to page 0."""
-        shape = (3, rows) if self._lmm.three_positions else (rows,)
-        positions = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        table = [0] * -(-rows // self._resources.cache.block_size)
+        shape = (3, rows) if self.lmm.three_positions else (rows,)
+        positions = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        table = [0] * -(-rows // self.cache.block_size)
         one = Rows(np.array([0, rows], np.int32), np.array([rows], np.int32), [table])
         if terms:
-            self._resources.fill_typical(self._lora, rows, terms, rows, 1)
+            self.fill_typical(self._lora, rows, terms, rows, 1)
         kinds = [one]
-        if self._lmm.block:  # another kernel computes steps with images
+        if self.lmm.block:  # another kernel computes steps with images
             kinds.append(replace(one, seen=np.full(rows, rows, np.int32)))
         for kind in kinds:
-            plan = self._resources.backend.plan(kind)
-            self._lmm.hidden(positions.new_zeros(rows), positions, plan)
+            plan = self.backend.plan(kind)
+            self.lmm.hidden(positions.new_zeros(rows), positions, plan)
 
     # ------------------------------------------------------------------ images
 
     def place(self, embeddings: Tensor) -> VisualFeatures:
         """Return embeddings [tokens, width] in host memory as they stand in a prompt."""
-        return VisualFeatures(embeddings.to(self._device, self._lmm.dtype))
+        return VisualFeatures(embeddings.to(self.device, self.lmm.dtype))
 
     def encode(
         self, visuals: Sequence[Visual], adapters: Sequence[int], merged: int = NONE
@@ -507,7 +490,7 @@ class ModelRunner:
         Images of others beside the merged adapter's have all pristine weights: no term has to take
         it out again, which would cost time and digits.
         """
-        changes = np.append(self._adapters.vision, False)  # that of `NONE` at the end
+        changes = np.append(self.adapters.vision, False)  # that of `NONE` at the end
         own = np.array(adapters, np.int64)
         own[~changes[own]] = NONE
         merged = merged if changes[merged] else NONE
@@ -518,19 +501,19 @@ class ModelRunner:
             """Adapters of the `rows` rows of a linear's input, a fixed share for each visual."""
             if rows not in batches:
                 each = np.array(counts, np.int64) * rows // sum(counts)
-                batches[rows] = LoraBatch(rows, len(own), self._device)
+                batches[rows] = LoraBatch(rows, len(own), self.device)
                 terms = LoraTerms(own[:, None], np.ones((len(own), 1), np.float32), each)
-                terms.fill(batches[rows], self._adapters)
+                terms.fill(batches[rows], self.adapters)
             return batches[rows]
 
-        linears = self._lmm.linears
+        linears = self.lmm.linears
         with torch.inference_mode():
             if (own == merged).all():
                 found = self._vision_graphs.encode(visuals)
-                return self._lmm.encode(visuals) if found is None else found
+                return self.lmm.encode(visuals) if found is None else found
             apart = nullcontext() if merged == NONE else linears.without_merged("vision")
             with apart, linears.scope.part("vision", batch_of):
-                return self._lmm.encode(visuals)
+                return self.lmm.encode(visuals)
 
 
 def _seen(works: Sequence[Work]) -> NDArray[np.int32]:

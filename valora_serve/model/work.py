@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -181,24 +181,27 @@ class GraphRecorder:
         self._pool = None
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class StepResources:
     """What eager and captured steps share."""
 
     lmm: Lmm
     cache: KVCache
-    backend: AttentionBackend  # another one may take over between two steps
     adapters: AdapterMemory
-    # [max_requests + 1] int64 on the device, the last token of each running request by its place;
-    # the extra place belongs to rows that pad a graph.
-    last_tokens: Tensor
-    recorder: GraphRecorder
+    backend: AttentionBackend  # another one may take over between two steps
     max_requests: int
     max_segments: int  # distinct adapters in a step, no adapter included
-    scratch: Scratch  # of the LoRA kernels, as steps run one after the other
     left: Mapping[Preparation, None]  # what is to be prepared, the next one first
-    # Graphs that steps have missed, the longest ago first; some may be there by now.
-    missed: dict[Preparation, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.device = self.lmm.device
+        # [max_requests + 1] int64, the last token of each running request by its place; the extra
+        # place belongs to rows that pad a graph.
+        self.last_tokens = torch.zeros(self.max_requests + 1, dtype=torch.int64, device=self.device)
+        self.recorder = GraphRecorder(self.device)
+        self.scratch = Scratch(self.device)  # of the LoRA kernels: steps run one after the other
+        # Graphs that steps have missed, the longest ago first; some may be there by now.
+        self.missed: dict[Preparation, None] = {}
 
     def fill_typical(
         self, lora: LoraBatch, rows: int, terms: int, active: int, distinct: int

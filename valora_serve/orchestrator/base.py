@@ -97,6 +97,7 @@ class BasePolicy:
 
     def finished(self, request_id: str) -> None:
         """Be notified that a request has ended, for any reason."""
+        self._steady = [r for r in self._steady if r.id != request_id]
         if self._early_abort is not None:
             self._early_abort.finished(request_id)
         if self._shares is not None:

@@ -21,7 +21,7 @@ from valora_serve.types import Mode
 log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestView:
     """What a policy sees of a request; the engine updates it in place. Times are in seconds."""
 

@@ -61,5 +61,5 @@ def sizes_of(engine, names):
     adapters, memory = engine.adapters, engine.memory
     keys = [engine.registry.key(engine.store.resolve(name).adapter) for name in names[:4]]
     item = memory.storage.element_size()
-    share = min(0.9, memory.slots * max(map(adapters.pages, keys)) / memory.pages)
+    share = min(0.9, memory.slots * max(adapters[key].page_count for key in keys) / memory.pages)
     return memory.page, item, memory.pages * memory.page.elements * item, share

@@ -63,19 +63,19 @@ def test_nothing_waits_for_a_copy_and_a_copy_waits_for_readers():
     made = {key: make_adapter(number) for number, key in enumerate("ab")}
     for key, adapter in made.items():
         adapters.add(key, memory.pack(adapter))
-    assert 3 <= adapters.pages("a") <= 5  # both do not fit
+    assert 3 <= adapters["a"].page_count <= 5  # both do not fit
     for key in "aba":  # the first call of a kernel may wait
         adapters.load(key)
         wait(adapters, key)
-        memory.lora["0.q"].rows_of(0, adapters.slot(key), 16)
+        memory.lora["0.q"].rows_of(0, adapters[key].slot, 16)
     batch = LoraBatch(32, 4, "cuda")
     x = torch.randn(32, WIDTH, device="cuda", dtype=torch.bfloat16)
     y = [torch.zeros(32, w, device="cuda", dtype=torch.bfloat16) for w in GROUPS[0].out_features]
-    batch.update([adapters.slot("a")] * 32, adapters.ranks, adapters.scalings)
+    batch.update([adapters["a"].slot] * 32, adapters.ranks, adapters.scalings)
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # about 0.1 s in which the reader is only enqueued
     weights = memory.lora["0.q"]
-    rows = [weights.rows_of(p, adapters.slot("a"), 16) for p in range(3)]
+    rows = [weights.rows_of(p, adapters["a"].slot, 16) for p in range(3)]
     torch.cuda.set_sync_debug_mode("error")
     try:
         began = time.perf_counter()
@@ -89,8 +89,8 @@ def test_nothing_waits_for_a_copy_and_a_copy_waits_for_readers():
     wait(adapters, "b")
     for p, module in enumerate(GROUPS[0].modules):
         assert torch.equal(rows[p][0].cpu(), made["a"].modules[module].a.bfloat16())
-    check_rows(memory, made["b"], adapters.slot("b"))
-    batch.update([adapters.slot("b")] * 32, adapters.ranks, adapters.scalings)
+    check_rows(memory, made["b"], adapters["b"].slot)
+    batch.update([adapters["b"].slot] * 32, adapters.ranks, adapters.scalings)
     atmm_reference(y, x, weights, batch)
     pair = made["b"].modules["0.q"]
     delta = (pair.b.bfloat16().double() @ pair.a.bfloat16().double()).cuda() * 0.5
@@ -114,7 +114,7 @@ def test_files_are_read_in_another_thread():
     assert time.perf_counter() - began < 0.1
     assert not adapters.ready("good") and "good" in adapters.loading
     wait(adapters, "good")
-    check_rows(memory, good, adapters.slot("good"))
+    check_rows(memory, good, adapters["good"].slot)
     assert adapters.load("bad")
     with pytest.raises(AdapterError, match="was changed"):
         wait(adapters, "bad")
@@ -136,7 +136,7 @@ def test_loads_and_evictions_beside_readers():
         wait(adapters, key)
         torch.cuda._sleep(2_000_000)
         weights = memory.lora[f"{LAYERS - 1}.q"]
-        read.append((key, weights.rows_of(1, adapters.slot(key), made[key].rank)))
+        read.append((key, weights.rows_of(1, adapters[key].slot, made[key].rank)))
     for key, (a, b) in read:
         pair = made[key].modules[f"{LAYERS - 1}.k"]
         assert torch.equal(a.cpu(), pair.a.bfloat16())

@@ -91,7 +91,7 @@ def test_flashinfer_takes_over_from_the_triton_kernels(monkeypatch):
         return [torch.from_numpy(prompt.logprobs) for prompt in prompts]
 
     assert engine.runner.provisional
-    assert isinstance(engine.runner._resources.backend, TritonBackend)
+    assert isinstance(engine.runner.backend, TritonBackend)
     before = scores()
     while engine.prepare_next():
         pass
@@ -102,7 +102,7 @@ def test_flashinfer_takes_over_from_the_triton_kernels(monkeypatch):
     while engine.prepare_next():
         pass
     after = scores()
-    assert isinstance(engine.runner._resources.backend, FlashInferBackend)
+    assert isinstance(engine.runner.backend, FlashInferBackend)
     assert not engine.runner._decode_graphs.stale and not engine.runner._prompt_graphs.stale
     for found in (during, after):
         torch.testing.assert_close(found, before, rtol=0, atol=0.02)

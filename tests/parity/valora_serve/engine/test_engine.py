@@ -162,7 +162,7 @@ def test_preemption(base, adapters, reference, mode, overlap):
     engine = forced(base, adapters, mode, **settings)
     pages = 2 * max(-(-(len(engine.prepare(one).prompt.ids) + 40) // 4) for one in requests)
     for key in engine.registry.known():
-        pages += engine.adapters.pages(key) if key.startswith(("mlp", "tower")) else 0
+        pages += engine.adapters[key].page_count if key.startswith(("mlp", "tower")) else 0
     engine = forced(base, adapters, mode, pages=pages, **settings)
     check_answers(run(engine, requests), reference, *requests)
     assert engine.stats().preemptions > 0

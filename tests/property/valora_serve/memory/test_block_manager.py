@@ -9,10 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.support.random_tests import examples
 from valora_serve.memory.block_manager import (
     BlockManager,
+    BlockTable,
     ImageSpan,
     Owner,
     PagePool,
-    SequencePages,
 )
 
 SALTS = (b"", b"adapter one", b"adapter two")
@@ -25,6 +25,7 @@ class Naive:
 
     def __init__(self, tokens, salt, spans, tenant):
         self.tokens, self.salt, self.spans, self.tenant = list(tokens), salt, spans, tenant
+        self.table = BlockTable(self.tokens, salt, spans, root=tenant)
         self.computed = 0
 
     def prefix(self, stop):
@@ -90,10 +91,8 @@ class Pages(RuleBasedStateMachine):
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         pages = self.expected(naive, most)
         self.count += 1
-        assert len(pages) * self.block == self.manager.open(
-            self.count, SequencePages(naive.tokens, salt, spans, root=tenant), limit
-        )
-        assert self.manager.table(self.count) == pages
+        assert len(pages) * self.block == self.manager.open(naive.table, limit)
+        assert naive.table.blocks == pages
         naive.computed = len(pages) * self.block
         self.sequences[self.count] = naive
 
@@ -104,11 +103,12 @@ class Pages(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(sorted(self.sequences)))
         naive = self.sequences[key]
         total = min(naive.computed + extra, len(naive.tokens))
-        before, free = list(self.manager.table(key)), self.pool.free
+        table = naive.table
+        before, free = list(table.blocks), self.pool.free
         needed = max(0, -(-total // self.block) - len(before))
-        assert self.manager.pages_needed(key, total) == needed
-        assert self.manager.reserve(key, total) == (needed <= free)
-        after = self.manager.table(key)
+        assert self.manager.pages_needed(table, total) == needed
+        assert self.manager.reserve(table, total) == (needed <= free)
+        after = table.blocks
         if needed > free:
             assert after == before
             return
@@ -120,7 +120,7 @@ class Pages(RuleBasedStateMachine):
             if self.caching:
                 self.found.setdefault(prefix, after[index])
         naive.computed = total
-        self.manager.commit(key, total)
+        self.manager.commit(table, total)
         if total == len(naive.tokens):
             naive.tokens.append(extra % 2)
 
@@ -129,7 +129,8 @@ class Pages(RuleBasedStateMachine):
     def close(self, data, forget):
         key = data.draw(st.sampled_from(sorted(self.sequences)))
         naive = self.sequences.pop(key)
-        keys = self.manager.close(key)
+        self.manager.close(naive.table)
+        keys = naive.table.keys
         assert len(keys) == (naive.computed // self.block if self.caching else 0)
         if forget:
             self.manager.forget(keys)
@@ -154,7 +155,7 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def every_page_has_its_owners(self):
-        users = Counter(page for key in self.sequences for page in self.manager.table(key))
+        users = Counter(page for one in self.sequences.values() for page in one.table.blocks)
         held = Counter(page for pages in self.adapters for page in pages)
         assert all(count == 1 for count in held.values())
         assert not users.keys() & held.keys()
@@ -167,15 +168,15 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def tables_hold_what_was_computed(self):
-        for key, naive in self.sequences.items():
+        for naive in self.sequences.values():
             for index in range(naive.computed // self.block):
-                page = self.manager.table(key)[index]
+                page = naive.table.blocks[index]
                 assert self.holds[page] == naive.prefix((index + 1) * self.block)
 
     def teardown(self):
         if hasattr(self, "pool"):
-            for key in self.sequences:
-                self.manager.close(key)
+            for naive in self.sequences.values():
+                self.manager.close(naive.table)
             for pages in self.adapters:
                 for page in pages:
                     self.pool.give(page)
@@ -188,16 +189,18 @@ TestPages.settings = examples(100, stateful_step_count=60)
 
 def compute(manager, tokens, *about, **options):
     """Compute a prompt and close its sequence."""
-    manager.open("x", SequencePages(tokens, *about, **options))
-    assert manager.reserve("x", len(tokens))
-    manager.commit("x", len(tokens))
-    manager.close("x")
+    table = BlockTable(tokens, *about, **options)
+    manager.open(table)
+    assert manager.reserve(table, len(tokens))
+    manager.commit(table, len(tokens))
+    manager.close(table)
 
 
 def cached(manager, tokens, *about, **options):
     """How many tokens of a prompt are cached."""
-    found = manager.open("?", SequencePages(tokens, *about, **options))
-    manager.close("?")
+    table = BlockTable(tokens, *about, **options)
+    found = manager.open(table)
+    manager.close(table)
     return found
 
 
@@ -257,15 +260,16 @@ def test_the_pages_of_a_context_stand_first_and_stay_its_own():
     held = pool.take(2, Owner.CONTEXT)
     # The first 10 are the context's, two of them in a page of each request.
     tokens, about = list(range(15)), {"since": 10, "shared": held, "root": b"doc"}
-    assert manager.open("a", SequencePages(tokens, **about)) == 8
-    assert manager.reserve("a", 15)
-    assert manager.table("a")[:2] == held
-    manager.commit("a", 15)
-    manager.open("b", SequencePages(tokens, **about))
-    assert manager.table("b") == manager.table("a")[:3]
+    one, two = BlockTable(tokens, **about), BlockTable(tokens, **about)
+    assert manager.open(one) == 8
+    assert manager.reserve(one, 15)
+    assert one.blocks[:2] == held
+    manager.commit(one, 15)
+    manager.open(two)
+    assert two.blocks == one.blocks[:3]
     for other in ({"root": b"other"}, {"salt": b"one"}):
         assert cached(manager, tokens, **about | other) == 8
     assert cached(manager, tokens) == 0
-    manager.close("a")
-    manager.close("b")
+    manager.close(one)
+    manager.close(two)
     assert pool.count(Owner.CONTEXT) == 2 and pool.count(Owner.CACHED) == 1

@@ -198,7 +198,7 @@ class Memory(RuleBasedStateMachine):
         return {key for side in self.sides.values() for key in side.resident}
 
     def pages(self, keys):
-        return sum(self.side(key).pages(key) for key in keys)
+        return sum(self.side(key)[key].page_count for key in keys)
 
     def sync(self):
         """Forget the order of use of idle ones that were evicted."""
@@ -242,7 +242,7 @@ class Memory(RuleBasedStateMachine):
         alike = [k for k in idle if self.side(k) is side]  # they would free a slot
         room = self.pool.free + self.pages(idle)
         full = side is self.adapters and len(side.resident) == self.memory.slots
-        fits = side.pages(key) <= room and not (full and not alike)
+        fits = side[key].page_count <= room and not (full and not alike)
         expected = key in resident or fits
         assert side.load(key, urgent=urgent) == expected
         assert side.ready(key) == expected
@@ -318,12 +318,12 @@ class Memory(RuleBasedStateMachine):
     def whatever_is_used_stays(self):
         resident = self.resident()
         assert set(+self.pins) <= resident <= set(self.known)
-        slots = [self.adapters.slot(key) for key in self.adapters.resident]
+        slots = [self.adapters[key].slot for key in self.adapters.resident]
         assert len(set(slots)) == len(slots)
         held = list(self.kv)
         for owner, side in self.sides.items():
             assert not side.loading
-            own = [page for key in side.resident for page in side.held(key)]
+            own = [page for key in side.resident for page in side[key].pages]
             assert self.pool.count(owner) == len(own) == self.pages(side.resident)
             held += own
         assert len(set(held)) == len(held) and 0 not in held
@@ -343,7 +343,7 @@ class Memory(RuleBasedStateMachine):
             keys[self.kv] = 99.0  # as if somebody wrote to all pages of keys
         free = set(range(self.memory.slots))
         for key in self.adapters.resident:
-            slot = self.adapters.slot(key)
+            slot = self.adapters[key].slot
             free.discard(slot)
             check_rows(self.memory, self.known[key], slot)
             assert self.adapters.ranks[slot] == self.known[key].rank
@@ -351,7 +351,7 @@ class Memory(RuleBasedStateMachine):
         assert not self.adapters.ranks[list(free)].any()
         for key in self.prefixes.resident:
             wanted = self.known[key]
-            found = stored(self.memory, list(self.prefixes.held(key)), wanted.shape[3])
+            found = stored(self.memory, list(self.prefixes[key].pages), wanted.shape[3])
             assert torch.equal(found, wanted)
 
     def teardown(self):
@@ -385,5 +385,5 @@ def test_what_cannot_be_read_again_hits_only_itself():
             adapters.load("bad")
     assert "bad" in adapters.dropped and not adapters.loading
     assert adapters.load("bad") and adapters.ready("bad")
-    check_rows(memory, bad, adapters.slot("bad"))
-    check_rows(memory, good, adapters.slot("good"))
+    check_rows(memory, bad, adapters["bad"].slot)
+    check_rows(memory, good, adapters["good"].slot)

@@ -183,7 +183,7 @@ def test_requests_that_have_waited_too_long_take_turns(base, adapters, policy, r
     """No two adapters fit together with their requests, and each evicts another."""
     engine = make_engine(base, adapters, block_size=1)
     asked = [question(f"size {name}", name) for name in "abc"]
-    views = [engine._preprocessing.sequence(engine.prepare(one)).view for one in asked]
+    views = [engine.requests.sequence(engine.prepare(one)) for one in asked]
     pages = max(view.pages + 6 + view.adapter_pages for view in views) + room
     engine = make_engine(
         base, {name: adapters[name] for name in "abc"}, policy=policy, pages=pages, block_size=1,
@@ -227,7 +227,7 @@ def test_each_name_of_an_adapter_has_an_account_of_its_own(base, adapters):
     names = {"one": adapters["a"], "two": adapters["a"]}
     engine = make_engine(base, names, share_by="adapter", shares={"two": 5.0})
     asked = [question("x", name) for name in ("one", "two", None)]
-    clients = [engine._preprocessing.sequence(engine.prepare(one)).view.client for one in asked]
+    clients = [engine.requests.sequence(engine.prepare(one)).client for one in asked]
     assert clients == ["one", "two", "base"]
 
 

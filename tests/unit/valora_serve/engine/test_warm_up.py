@@ -84,7 +84,7 @@ def test_what_a_step_misses_is_prepared_without_slowing_requests_down(monkeypatc
         (None, 0.0, FIRST), (REST[1], 0.0, [*FIRST, REST[1]]),
         (REST[0], PAUSE - 0.5, [*FIRST, REST[1]]), (REST[0], 1.0, [*FIRST, REST[1], REST[0]]),
     ):  # fmt: skip
-        runner.missed.return_value = wanted
+        runner.next_missed.return_value = wanted
         now[0] += later
         warm.prepare_missed(runner)
         assert made == prepared
@@ -160,7 +160,7 @@ def test_graphs_that_are_there_serve_where_there_is_no_memory_for_mixtures(
     for held in engine.runner._graphs.values():
         for (size, terms), graph in held.held.items():
             assert held._best(size, terms) is graph
-    assert not engine.start_up.left and engine.runner.missed() is None
+    assert not engine.start_up.left and engine.runner.next_missed() is None
     assert engine.stats().prepared == engine.stats().preparations
 
 
@@ -297,7 +297,7 @@ def tunable(base, adapters, tmp_path):
         engine = lazily(base, adapters, most=(2, 64), **settings)
         tuner = Tuner(read_table(file, gpu_of(CPU)), like, compiler, CPU, clock)
         few = replace(engine.settings, max_adapters=2)
-        engine.tuning = Tuning(tuner, file, engine.lmm.linears, engine.runner, few, [0, 1])
+        engine.tuning = Tuning(tuner, file, engine.runner, few, [0, 1])
         return engine
 
     return make

@@ -98,4 +98,4 @@ def test_steps_beside_which_many_rows_decode_have_graphs_of_their_own(random_lla
     engine.start_up.left |= {Preparation(CROWDED, size, 0): None for size in largest.sizes}
     for number, request in enumerate(small[:4]):
         come(Request(f"again {number}", token_ids=request.token_ids, sampling=sampling))
-        assert bool(engine.runner._resources.missed) == (number >= 3)
+        assert bool(engine.runner.missed) == (number >= 3)

@@ -174,9 +174,7 @@ def test_preempted_in_the_middle_of_an_answer(family, base, adapters, reference)
     asked = [replace(one, sampling=greedy) for one in requests_of(family, [None, "text"])]
     engine = make_engine(base, adapters, block_size=4, prefix_cache=False)
     pages = max(-(-(len(engine.prepare(one).prompt.ids) + 24) // 4) for one in asked)
-    pages += sum(
-        engine.adapters[key].page_count for key in engine.registry.known() if "text" in key
-    )
+    pages += sum(engine.adapters[k].page_count for k in engine.registry.known() if "text" in k)
     settings = {"block_size": 4, "prefix_cache": False, "pages": pages + 30}
     engine = make_engine(base, adapters, policy="valora", overlap=True, **settings)
     found = run(engine, asked)

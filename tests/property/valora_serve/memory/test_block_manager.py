@@ -46,12 +46,11 @@ class Pages(RuleBasedStateMachine):
         self.pool = PagePool(pages)
         self.manager = BlockManager(self.pool, block, caching=caching)
         self.block, self.caching = block, caching
-        self.sequences = {}
+        self.sequences = []
         self.adapters = []
         self.holds = {}  # page: prefix that was computed into it
         self.found = {}  # prefix: page where it can be found
         self.asked = []
-        self.count = 0
 
     def overwritten(self, pages):
         for page in pages:
@@ -90,25 +89,22 @@ class Pages(RuleBasedStateMachine):
         naive = Naive(tokens, salt, spans, tenant)
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         pages = self.expected(naive, most)
-        self.count += 1
         assert len(pages) * self.block == self.manager.open(naive.table, limit)
         assert naive.table.blocks == pages
         naive.computed = len(pages) * self.block
-        self.sequences[self.count] = naive
+        self.sequences.append(naive)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), extra=st.integers(0, 14))
     def advance(self, data, extra):
         """Reserve pages, compute some tokens, and perhaps generate one."""
-        key = data.draw(st.sampled_from(sorted(self.sequences)))
-        naive = self.sequences[key]
+        naive = data.draw(st.sampled_from(self.sequences))
         total = min(naive.computed + extra, len(naive.tokens))
-        table = naive.table
-        before, free = list(table.blocks), self.pool.free
+        before, free = list(naive.table.blocks), self.pool.free
         needed = max(0, -(-total // self.block) - len(before))
-        assert self.manager.pages_needed(table, total) == needed
-        assert self.manager.reserve(table, total) == (needed <= free)
-        after = table.blocks
+        assert self.manager.pages_needed(naive.table, total) == needed
+        assert self.manager.reserve(naive.table, total) == (needed <= free)
+        after = naive.table.blocks
         if needed > free:
             assert after == before
             return
@@ -120,15 +116,14 @@ class Pages(RuleBasedStateMachine):
             if self.caching:
                 self.found.setdefault(prefix, after[index])
         naive.computed = total
-        self.manager.commit(table, total)
+        self.manager.commit(naive.table, total)
         if total == len(naive.tokens):
             naive.tokens.append(extra % 2)
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), forget=st.booleans())
     def close(self, data, forget):
-        key = data.draw(st.sampled_from(sorted(self.sequences)))
-        naive = self.sequences.pop(key)
+        naive = self.sequences.pop(data.draw(st.integers(0, len(self.sequences) - 1)))
         self.manager.close(naive.table)
         keys = naive.table.keys
         assert len(keys) == (naive.computed // self.block if self.caching else 0)
@@ -155,7 +150,7 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def every_page_has_its_owners(self):
-        users = Counter(page for one in self.sequences.values() for page in one.table.blocks)
+        users = Counter(page for one in self.sequences for page in one.table.blocks)
         held = Counter(page for pages in self.adapters for page in pages)
         assert all(count == 1 for count in held.values())
         assert not users.keys() & held.keys()
@@ -168,14 +163,14 @@ class Pages(RuleBasedStateMachine):
 
     @invariant()
     def tables_hold_what_was_computed(self):
-        for naive in self.sequences.values():
+        for naive in self.sequences:
             for index in range(naive.computed // self.block):
                 page = naive.table.blocks[index]
                 assert self.holds[page] == naive.prefix((index + 1) * self.block)
 
     def teardown(self):
         if hasattr(self, "pool"):
-            for naive in self.sequences.values():
+            for naive in self.sequences:
                 self.manager.close(naive.table)
             for pages in self.adapters:
                 for page in pages:

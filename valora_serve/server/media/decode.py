@@ -1,7 +1,5 @@
 """Decodes images and videos whose content cannot be trusted, in processes of `pool`."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os
@@ -10,7 +8,6 @@ import signal
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,6 +17,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from valora_data.images import to_rgb
 from valora_data.sources.formats.videos import frame_places
 from valora_serve.errors import ImageError, ServeError
+from valora_serve.server.settings import ServerSettings
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF")
 IMAGE_BYTES = 4  # bytes that Pillow's image takes, per pixel; fewer in some modes
@@ -34,40 +32,28 @@ _GRACE = 2  # seconds after its time limit at which a process that nobody has ki
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of one image or video, as the settings have them; memory is for file and frames."""
-
-    pixels: int
-    video_pixels: int
-    side: int
-    ratio: float
-    memory: int
-    seconds: float
-    video_seconds: float
-    frames: int
-
-    def check(self, what: str, width: int, height: int, memory: int = 0) -> None:
-        """Refuse a size from a header, and bytes for it, before anything is decoded."""
-        pixels, has = width * height, f"The {what} has {width} x {height} pixels"
-        smaller, longer = "send a smaller one", max(width, height)
-        for fits, said in (
-            (width > 0 and height > 0, f"{has}: send another"),
-            (pixels <= self.pixels,
-             f"The {what} has {pixels} pixels, more than {self.pixels}: {smaller}"),
-            (what != "video" or self.frames * pixels <= self.video_pixels,
-             f"The video's {self.frames} frames of {width} x {height} pixels have more than "
-             f"{self.video_pixels} pixels together: {smaller}"),
-            (longer <= self.side, f"{has}, and a side may have at most {self.side}: {smaller}"),
-            (longer <= self.ratio * min(width, height),
-             f"{has}, and its longer side may be at most {self.ratio:g} times its shorter one: "
-             "cut it into parts"),
-            (memory <= self.memory,
-             f"The {what} of {width} x {height} pixels takes more than {self.memory} bytes to "
-             f"decode: {smaller}, or another format"),
-        ):  # fmt: skip
-            if not fits:
-                raise ImageError(said)
+def check_size(limits: ServerSettings, what: str, width: int, height: int, memory: int = 0) -> None:
+    """Refuse a size from a header, and bytes for it, before anything is decoded."""
+    pixels, has = width * height, f"The {what} has {width} x {height} pixels"
+    smaller, longer = "send a smaller one", max(width, height)
+    for fits, said in (
+        (width > 0 and height > 0, f"{has}: send another"),
+        (pixels <= limits.max_image_pixels,
+         f"The {what} has {pixels} pixels, more than {limits.max_image_pixels}: {smaller}"),
+        (what != "video" or limits.video_frames * pixels <= limits.max_video_pixels,
+         f"The video's {limits.video_frames} frames of {width} x {height} pixels have more than "
+         f"{limits.max_video_pixels} pixels together: {smaller}"),
+        (longer <= limits.max_image_side,
+         f"{has}, and a side may have at most {limits.max_image_side}: {smaller}"),
+        (longer <= limits.max_image_ratio * min(width, height),
+         f"{has}, and its longer side may be at most {limits.max_image_ratio:g} times its shorter "
+         "one: cut it into parts"),
+        (memory <= limits.max_decode_bytes,
+         f"The {what} of {width} x {height} pixels takes more than {limits.max_decode_bytes} bytes "
+         f"to decode: {smaller}, or another format"),
+    ):  # fmt: skip
+        if not fits:
+            raise ImageError(said)
 
 
 def begin() -> None:
@@ -91,26 +77,26 @@ def begin() -> None:
 
 
 def measure(
-    what: str, file: str, target: str, limits: Limits
+    what: str, file: str, target: str, limits: ServerSettings
 ) -> tuple[int, int, list[tuple[int, int, int]] | None]:
     """Return pixels, and bytes that decoding takes at most, by a header; what is small is decoded.
 
     So it takes one way to this process instead of two; nothing else is.
     """
-    with _limited(limits.seconds, limits.memory), Path(file).open("rb") as opened:
+    with _limited(limits.decode_seconds, limits.max_decode_bytes), Path(file).open("rb") as opened:
         pixels, memory = (measure_image if what == "image" else measure_video)(opened, limits)
-    if memory > min(SMALL, limits.memory // 8):
+    if memory > min(SMALL, limits.max_decode_bytes // 8):
         return pixels, memory, None
     return pixels, memory, decode(what, file, target, limits, memory)
 
 
 def decode(
-    what: str, file: str, target: str, limits: Limits, memory: int
+    what: str, file: str, target: str, limits: ServerSettings, memory: int
 ) -> list[tuple[int, int, int]]:
     """Decode a file that was measured within so many bytes, and write its RGB pixels."""
     sizes: list[tuple[int, int, int]] = []
     with (
-        _limited(limits.seconds, memory), Path(file).open("rb") as opened,
+        _limited(limits.decode_seconds, memory), Path(file).open("rb") as opened,
         Path(target).open("wb") as written, _readable(what, limits, "damaged"),
     ):  # fmt: skip
         for image, times in (decode_image if what == "image" else decode_video)(opened, limits):
@@ -143,7 +129,7 @@ def _limited(seconds: float, memory: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _readable(what: str, limits: Limits, damaged: str) -> Iterator[None]:
+def _readable(what: str, limits: ServerSettings, damaged: str) -> Iterator[None]:
     """Context in which whatever a decoder raises is an `ImageError`."""
     try:
         yield
@@ -153,22 +139,23 @@ def _readable(what: str, limits: Limits, damaged: str) -> Iterator[None]:
         raise ImageError(f"The {what} has too many pixels: send a smaller one") from error
     except MemoryError as error:
         raise ImageError(
-            f"The {what} takes more than {limits.memory} bytes to decode: send a smaller one"
+            f"The {what} takes more than {limits.max_decode_bytes} bytes to decode: send a smaller "
+            "one"
         ) from error
     except Exception as error:
         raise ImageError(f"The {what} is {damaged}: {type(error).__name__}") from error
 
 
-def measure_image(file: BinaryIO, limits: Limits) -> tuple[int, int]:
+def measure_image(file: BinaryIO, limits: ServerSettings) -> tuple[int, int]:
     """Return pixels and memory of an image; see `measure`."""
     size, _ = file.seek(0, os.SEEK_END), file.seek(0)
     with _opened(file, limits) as image:
         memory = _memory(image, size)
-        limits.check("image", image.width, image.height, memory)
+        check_size(limits, "image", image.width, image.height, memory)
         return image.width * image.height, memory
 
 
-def decode_image(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, int]]:
+def decode_image(file: BinaryIO, limits: ServerSettings) -> Iterator[tuple[Image.Image, int]]:
     """Decode an image file that was measured; of an animation, its first frame."""
     with _opened(file, limits) as image:
         ImageOps.exif_transpose(image, in_place=True)
@@ -176,7 +163,7 @@ def decode_image(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image, 
 
 
 @contextlib.contextmanager
-def _opened(file: BinaryIO, limits: Limits) -> Iterator[Image.Image]:
+def _opened(file: BinaryIO, limits: ServerSettings) -> Iterator[Image.Image]:
     with (
         _readable("image", limits, f"damaged or none of {', '.join(FORMATS)}"),
         Image.open(file, formats=FORMATS) as image,
@@ -184,34 +171,37 @@ def _opened(file: BinaryIO, limits: Limits) -> Iterator[Image.Image]:
         yield image
 
 
-def measure_video(file: BinaryIO, limits: Limits) -> tuple[int, int]:
+def measure_video(file: BinaryIO, limits: ServerSettings) -> tuple[int, int]:
     """Return pixels and memory of a video's frames; see `measure`."""
     size, _ = file.seek(0, os.SEEK_END), file.seek(0)
     with _container(file, limits) as (_, context):
         pixels = context.width * context.height
-        frames = limits.frames * IMAGE_BYTES * pixels  # the server holds them
+        frames = limits.video_frames * IMAGE_BYTES * pixels  # the server holds them
         needed = frames + size + MIN_VIDEO_BYTES * pixels + OVERHEAD
-        limits.check("video", context.width, context.height, needed)
+        check_size(limits, "video", context.width, context.height, needed)
         memory = size + VIDEO_BYTES * pixels + 4 * OVERHEAD
-        return limits.frames * pixels, min(memory, limits.memory - frames)
+        return limits.video_frames * pixels, min(memory, limits.max_decode_bytes - frames)
 
 
-def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image | None, int]]:
+def decode_video(
+    file: BinaryIO, limits: ServerSettings
+) -> Iterator[tuple[Image.Image | None, int]]:
     """Decode frames of a measured video, those that training takes (see `frame_places`), in order.
 
     Each comes with the number of times that it is wanted. None takes back those before it: some
     packets, as before a first key frame, decoded to no frame of their own.
     """
     with _container(file, limits) as (container, context):
-        context.options = {"max_pixels": str(limits.pixels)}  # holds if a later frame is larger
+        # Holds if a later frame is larger.
+        context.options = {"max_pixels": str(limits.max_image_pixels)}
         container.streams.video[0].thread_type, context.thread_count = "NONE", 1
         total = _frame_count(container, limits)
         while total:
-            left, number = limits.frames * context.width * context.height, -1
-            shown = Counter(frame_places(total, limits.frames))
+            left, number = limits.video_frames * context.width * context.height, -1
+            shown = Counter(frame_places(total, limits.video_frames))
             container.seek(0)
             for number, frame in enumerate(container.decode(video=0)):
-                limits.check("video", frame.width, frame.height)
+                check_size(limits, "video", frame.width, frame.height)
                 if number in shown:
                     left -= shown[number] * frame.width * frame.height
                     if left < 0:
@@ -228,7 +218,7 @@ def decode_video(file: BinaryIO, limits: Limits) -> Iterator[tuple[Image.Image |
 
 
 @contextlib.contextmanager
-def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
+def _container(file: BinaryIO, limits: ServerSettings) -> Iterator[tuple[Any, Any]]:
     """Open a video of the format of its first bytes alone: playlists refer to other files."""
     try:
         import av
@@ -249,16 +239,16 @@ def _container(file: BinaryIO, limits: Limits) -> Iterator[tuple[Any, Any]]:
         yield container, container.streams.video[0].codec_context
 
 
-def _frame_count(container: Any, limits: Limits) -> int:
+def _frame_count(container: Any, limits: ServerSettings) -> int:
     """Number of frames, from the packets: nothing is decoded."""
     count, first = 0, None
     for packet in container.demux(video=0):
         if packet.pts is not None:
             shown = float(packet.pts * packet.time_base)  # seconds
             first = shown if first is None else first
-            if not abs(shown - first) <= limits.video_seconds:
+            if not abs(shown - first) <= limits.max_video_seconds:
                 raise ImageError(
-                    f"The video is longer than {limits.video_seconds:g} s: send a shorter one"
+                    f"The video is longer than {limits.max_video_seconds:g} s: send a shorter one"
                 )
         count += packet.size > 0
     if not count:

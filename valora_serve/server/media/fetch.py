@@ -4,8 +4,6 @@ Remote hosts and local folders are closed unless the operator names them. The ad
 that is connected to, so that no name can be pointed elsewhere in between; so is every redirect.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import ipaddress
@@ -13,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,15 +42,10 @@ _HEADERS = [("User-Agent", "valora-serve"), ("Accept", "image/*, video/*")]
 class MediaUrl:
     """URL of an image or video, or the file itself: taken once, and its text freed then."""
 
-    __slots__ = ("_length", "_text")
+    __slots__ = ("_text",)
 
     def __init__(self, text: str | bytes) -> None:
         self._text: str | bytes | None = text
-        self._length = len(text)
-
-    def __len__(self) -> int:
-        """Length of the URL or file, also after it was taken."""
-        return self._length
 
     def take(self) -> str | bytes:
         """Return the URL, which this object no longer holds then; it can be taken once."""
@@ -73,9 +66,9 @@ class MediaUrl:
 class Fetcher:
     """Fetches the content of URLs."""
 
-    def __init__(self, settings: ServerSettings, threads: Executor) -> None:
-        self._settings = settings
-        self._threads = threads
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings = settings
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="media")
         named = settings.media_folder
         self._folder = None if named is None else existing_folder("media_folder", named)
         self._hosts = {_named_host(name) for name in settings.media_hosts}
@@ -98,22 +91,23 @@ class Fetcher:
                 "data:image/png;base64,…"
             )
         try:
-            async with asyncio.timeout(self._settings.media_seconds):
+            async with asyncio.timeout(self.settings.media_seconds):
                 return await self._fetch(url, max_bytes, what)
         except TimeoutError as error:
             raise ImageError(
-                f"Fetching the {what} took longer than {self._settings.media_seconds:g} s: "
+                f"Fetching the {what} took longer than {self.settings.media_seconds:g} s: "
                 "send it as a data: URL"
             ) from error
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections and end the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._pool is not None:
             await self._pool.aclose()
 
     async def _fetch(self, text: str, max_bytes: int, what: str) -> bytes:
         if self._pool is None:
-            backend = _CheckedNetwork(self._settings.media_private)
+            backend = _CheckedNetwork(self.settings.media_private)
             self._pool = httpcore.AsyncConnectionPool(network_backend=backend, max_connections=32)
         url: httpx.URL | None = None
         for _ in range(MAX_REDIRECTS + 1):

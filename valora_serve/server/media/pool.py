@@ -1,7 +1,5 @@
 """Decodes images and videos in processes of their own, with limits on memory and time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -13,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from io import FileIO
 from typing import Any
@@ -23,23 +20,13 @@ from PIL import Image
 
 from valora_serve.errors import ImageError, OverloadedError, ServeError
 from valora_serve.server.media import decode
-from valora_serve.server.media.decode import Limits
+from valora_serve.server.media.fetch import MediaUrl
 
 log = logging.getLogger(__name__)
 
+Pixels = Any  # of `reader`, which imports this module
 PROCESSES = 2  # two at most, so that decoding does not starve the engine
 TASKS = 500  # A process is replaced after so many tasks, whatever its codecs have kept until then
-
-
-@dataclass
-class Job:
-    """One image or video to decode."""
-
-    what: str
-    content: bytes | bytearray
-    limits: Limits
-    take: Callable[[int], None]
-    seconds: float = 0.0
 
 
 class DecodePool:
@@ -60,9 +47,10 @@ class DecodePool:
         """Start all processes without waiting for them, so that the first image need not wait."""
         self._threads.submit(self._schedule, os.getpid, 60.0)
 
-    async def decode(self, job: Job, wait: float) -> list[Image.Image]:
+    async def decode(self, what: str, content: MediaUrl, pixels: Pixels) -> list[Image.Image]:
         """Decode an image or a video; it is dropped if the caller is cancelled before it begins."""
-        future = self._threads.submit(self._run, job)
+        future = self._threads.submit(self._run, what, content, pixels)
+        wait = pixels.limits.media_seconds
         timer = asyncio.get_running_loop().call_later(wait, future.cancel)  # not once it runs
         try:
             return await asyncio.wrap_future(future)
@@ -70,45 +58,47 @@ class DecodePool:
             task = asyncio.current_task()  # here alone: an error's frame must not refer to it
             if not (task and task.cancelling()):
                 raise OverloadedError(
-                    f"The {job.what} waited {wait:g} s for others to be decoded: try again soon"
+                    f"The {what} waited {wait:g} s for others to be decoded: try again soon"
                 ) from None
             raise
         finally:
             timer.cancel()
 
-    def _run(self, job: Job) -> list[Image.Image]:
-        with _memory_file(job.content) as file, _memory_file() as pixels:
-            job.content = b""
-            where, target = (f"/proc/{os.getpid()}/fd/{one.fileno()}" for one in (file, pixels))
-            given = job.what, where, target, job.limits
-            size, memory, sizes = self._result(job, decode.measure, *given)
-            job.take(size)
-            with self._reserved(job, 0 if sizes else memory):
-                sizes = sizes or self._result(job, decode.decode, *given, memory)
-                return list(_images(pixels, sizes))
+    def _run(self, what: str, content: MediaUrl, pixels: Pixels) -> list[Image.Image]:
+        with _memory_file(content.take()) as file, _memory_file() as target:
+            names = (f"/proc/{os.getpid()}/fd/{one.fileno()}" for one in (file, target))
+            given, spent = (what, *names, pixels.limits), list[float]()
+            try:
+                size, memory, sizes = self._result(spent, decode.measure, *given)
+                pixels.take(size)
+                with self._reserved(0 if sizes else memory, pixels.limits.max_decode_bytes):
+                    sizes = sizes or self._result(spent, decode.decode, *given, memory)
+                    return list(_images(target, sizes))
+            finally:
+                pixels.seconds += spent
 
-    def _result(self, job: Job, function: Callable[..., Any], *arguments: Any) -> Any:
+    def _result(self, spent: list[float], function: Callable[..., Any], *given: Any) -> Any:
+        what, *_, limits = given[:4]
         for _ in range(3):  # a process that is killed while it is idle breaks the pool
             began = time.monotonic()
             try:
-                left = job.limits.seconds - job.seconds
-                return self._schedule(function, left, *arguments).result()
+                left = limits.decode_seconds - sum(spent)
+                return self._schedule(function, left, *given).result()
             except (TimeoutError, ProcessExpired) as error:
                 # -SIGALRM: the process ended itself, as the thread that watches limits was late
                 if getattr(error, "exitcode", -signal.SIGALRM) == -signal.SIGALRM:
                     raise ImageError(
-                        f"The {job.what} takes longer than {job.limits.seconds:g} s to decode: "
+                        f"The {what} takes longer than {limits.decode_seconds:g} s to decode: "
                         "send a smaller or simpler one"
                     ) from error
-                log.warning("decoding %s ended its process: %s", job.what, error)
+                log.warning("decoding %s ended its process: %s", what, error)
                 raise ImageError(
-                    f"The {job.what} cannot be decoded, its decoder gave up: send it in another "
-                    "format"
+                    f"The {what} cannot be decoded, its decoder gave up: send it in another format"
                 ) from error
             except RuntimeError as error:
                 log.warning("the processes that decode images are started again: %s", error)
             finally:
-                job.seconds += time.monotonic() - began
+                spent.append(time.monotonic() - began)
         raise ServeError("Images cannot be decoded now: see the server's log")
 
     def _schedule(
@@ -129,10 +119,9 @@ class DecodePool:
                 raise
 
     @contextlib.contextmanager
-    def _reserved(self, job: Job, size: int) -> Iterator[None]:
-        """Wait until a job has room for so many bytes, and hold them."""
+    def _reserved(self, size: int, most: int) -> Iterator[None]:
+        """Wait until there is room for so many bytes, and hold them."""
         with self._released:
-            most = job.limits.memory
             self._released.wait_for(lambda: not self._held or self._held + size <= most)
             self._held += size
         try:
@@ -150,7 +139,7 @@ def shared_pool() -> DecodePool:
 
 
 @contextlib.contextmanager
-def _memory_file(content: bytes | bytearray = b"") -> Iterator[FileIO]:
+def _memory_file(content: Any = b"") -> Iterator[FileIO]:
     """A file in memory, which a process of this user opens below /proc: nothing is pickled."""
     try:
         with open(os.memfd_create("media"), "w+b", buffering=0) as file:  # noqa: PTH123

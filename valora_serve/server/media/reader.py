@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from PIL import Image
@@ -13,9 +12,8 @@ from PIL import Image
 from valora_data.wording import plural
 from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.gather import gathered
-from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.fetch import Fetcher, MediaUrl, too_large
-from valora_serve.server.media.pool import Job, shared_pool
+from valora_serve.server.media.pool import shared_pool
 from valora_serve.server.settings import ServerSettings
 
 SHARE = 3  # how many times as long all images of a request may take to decode as one of them
@@ -25,22 +23,28 @@ _FRAMES = "data:video/jpeg;base64,"
 class Pixels:
     """Pixels of a request's images until it ends, limited before anything is decoded."""
 
-    def __init__(self, reader: MediaReader, limit: int, all_together: int) -> None:
-        self._reader, self._max_pixels, self._all_together = reader, limit, all_together
+    def __init__(self, reader: MediaReader) -> None:
+        self._reader, self.limits = reader, reader.settings
         self._mine, self._over = 0, False
-        self.seconds = 0.0  # of decoding
+        self.seconds: list[float] = []  # that its images have taken to decode
 
     def take(self, count: int) -> None:
-        """Reserve room for `count` more pixels; may be called in any thread."""
+        """Reserve room for `count` more pixels of an image; may be called in any thread."""
+        limits, seconds = self.limits, SHARE * self.limits.decode_seconds
+        if sum(self.seconds) >= seconds:
+            raise ImageError(
+                f"The request's images take longer than {seconds:g} s to decode together: send "
+                "fewer or smaller ones"
+            )
         with self._reader.lock:
             if self._over:  # another of its images has failed
                 raise ImageError("The request is over")
-            if self._mine + count > self._max_pixels:
+            if self._mine + count > limits.max_request_pixels:
                 raise ImageError(
-                    f"The request's images have more than {self._max_pixels} pixels together: send "
-                    "fewer or smaller ones"
+                    f"The request's images have more than {limits.max_request_pixels} pixels "
+                    "together: send fewer or smaller ones"
                 )
-            if self._reader.held + count > self._all_together:
+            if self._reader.held + count > limits.max_held_pixels:
                 raise OverloadedError("Images of other requests fill the memory: try again soon")
             self._reader.held += count
             self._mine += count
@@ -54,25 +58,17 @@ class Pixels:
             self._mine, self._over = 0, True
 
 
-class MediaReader:
+class MediaReader(Fetcher):
     """Fetches and decodes the images and videos of requests."""
 
     def __init__(self, settings: ServerSettings, *, text_only: bool = False) -> None:
-        self._settings = settings
+        super().__init__(settings)
         self._text_only = text_only  # whether the base model reads none
-        self._limits = Limits(
-            pixels=settings.max_image_pixels, video_pixels=settings.max_video_pixels,
-            side=settings.max_image_side, ratio=settings.max_image_ratio,
-            memory=settings.max_decode_bytes, seconds=settings.decode_seconds,
-            video_seconds=settings.max_video_seconds, frames=settings.video_frames,
-        )  # fmt: skip
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="media")
-        self._fetcher = Fetcher(settings, self._threads)
         self.held, self.lock = 0, threading.Lock()  # pixels of all requests
 
     def pixels(self) -> Pixels:
         """Pixel count of a new request; a context manager that releases them."""
-        return Pixels(self, self._settings.max_request_pixels, self._settings.max_held_pixels)
+        return Pixels(self)
 
     async def image(
         self, url: MediaUrl, pixels: Pixels, number: int = 1, count: int = 1
@@ -115,39 +111,21 @@ class MediaReader:
         return await self.images(urls, pixels)
 
     def _check_frames(self, count: int) -> None:
-        limit = self._settings.max_video_frames
+        limit = self.settings.max_video_frames
         if count > limit:
             text = f"The video has {plural(count, 'frame')}, more than {limit}: send fewer"
             raise ImageError(text)
 
-    async def close(self) -> None:
-        """Close all connections and end the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        await self._fetcher.close()
-
     async def _decode(self, what: str, source: Any, pixels: Pixels) -> list[Image.Image]:
         if self._text_only:  # before anything is fetched or decoded for it
             raise ImageError("The base model reads text alone: leave images and videos out")
-        image = what == "image"
-        limit = self._settings.max_image_bytes if image else self._settings.max_video_bytes
+        settings = self.settings
+        limit = settings.max_image_bytes if what == "image" else settings.max_video_bytes
         if isinstance(source, str):
-            fetching = self._fetcher.content(source, limit, what)
+            fetching = self.content(source, limit, what)
             del source  # may hold the file in base64
             source = await fetching
         if len(source) > limit:
             raise too_large(what, limit)
-
-        def take(count: int) -> None:
-            if pixels.seconds >= (limit := SHARE * self._limits.seconds):
-                raise ImageError(
-                    f"The request's images take longer than {limit:g} s to decode together: send "
-                    "fewer or smaller ones"
-                )
-            pixels.take(count)
-
-        job = Job(what, source, self._limits, take)
-        del source  # the job drops it as soon as its decoder has it
-        try:
-            return await shared_pool().decode(job, self._settings.media_seconds)
-        finally:
-            pixels.seconds += job.seconds
+        source = MediaUrl(source)  # which the pool empties as soon as its decoder has it
+        return await shared_pool().decode(what, source, pixels)

@@ -22,10 +22,11 @@ from tests.support.videos import video_file
 from valora_data.images import decode_image as trained_on
 from valora_data.sources.formats.videos import read_frames
 from valora_serve.errors import ImageError, ServeError
-from valora_serve.server.media.decode import Limits, decode_video, measure_image, measure_video
+from valora_serve.server.media.decode import decode_video, measure_image, measure_video
+from valora_serve.server.settings import ServerSettings
 
 JPEG = b"\xff\xd8\xff"  # how a file begins
-LIMITS = Limits(10**7, 10**8, 10**4, 50.0, 2**28, 20.0, 60.0, 4)
+LIMITS = ServerSettings(max_image_pixels=10**7, max_video_seconds=60.0, video_frames=4)
 
 
 def sampled(content, **limits):
@@ -86,8 +87,9 @@ def test_sizes_at_the_limits_are_read():
 MEASURE = """
 import gc, json, re, sys
 from pathlib import Path
-from valora_serve.server.media.decode import Limits, decode_image, measure_image
-limits = Limits(10**8, 10**8, 10**5, 50.0, 2**40, 60.0, 60.0, 4)
+from valora_serve.server.media.decode import decode_image, measure_image
+from valora_serve.server.settings import ServerSettings
+limits = ServerSettings(max_image_pixels=10**8, max_image_side=10**5, max_decode_bytes=2**40)
 def memory(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 found = []
@@ -141,9 +143,9 @@ def test_memory_beyond_the_limit_is_refused_before_anything_is_decoded():
     file = io.BytesIO(encoded(Image.new("RGB", (1000, 1000)), "JPEG", progressive=True))
     pixels, told = measure_image(file, LIMITS)
     assert pixels == 10**6
-    assert measure_image(file, replace(LIMITS, memory=told)) == (pixels, told)
+    assert measure_image(file, replace(LIMITS, max_decode_bytes=told)) == (pixels, told)
     with pytest.raises(ImageError, match="bytes to decode"):
-        measure_image(file, replace(LIMITS, memory=told - 1))
+        measure_image(file, replace(LIMITS, max_decode_bytes=told - 1))
 
 
 def test_a_video_and_its_frames_share_the_memory(tmp_path):
@@ -151,10 +153,10 @@ def test_a_video_and_its_frames_share_the_memory(tmp_path):
     size = len(file.getvalue())
     assert measure_video(file, LIMITS) == (4 * 640 * 480, size + 64 * 640 * 480 + 2**25)
     frames = 4 * 4 * 640 * 480
-    tight = replace(LIMITS, memory=frames + 10 * 2**20 + 16 * 640 * 480)
-    assert measure_video(file, tight)[1] == tight.memory - frames
+    tight = replace(LIMITS, max_decode_bytes=frames + 10 * 2**20 + 16 * 640 * 480)
+    assert measure_video(file, tight)[1] == tight.max_decode_bytes - frames
     with pytest.raises(ImageError, match="bytes to decode"):
-        measure_video(file, replace(LIMITS, memory=frames))
+        measure_video(file, replace(LIMITS, max_decode_bytes=frames))
 
 
 def test_what_is_no_image_or_video_is_refused(tmp_path):
@@ -190,12 +192,12 @@ def test_fewer_frames_than_wanted_are_repeated(tmp_path):
 def test_video_limits(tmp_path):
     content = video_file(tmp_path / "a.mp4", count=20, rate=10).read_bytes()
     with pytest.raises(ImageError, match="pixels"):
-        measure_video(io.BytesIO(content), replace(LIMITS, pixels=64 * 48 - 1))
-    assert measure_video(io.BytesIO(content), replace(LIMITS, video_pixels=64 * 48 * 4))
+        measure_video(io.BytesIO(content), replace(LIMITS, max_image_pixels=64 * 48 - 1))
+    assert measure_video(io.BytesIO(content), replace(LIMITS, max_video_pixels=64 * 48 * 4))
     with pytest.raises(ImageError, match="4 frames of 64 x 48"):
-        measure_video(io.BytesIO(content), replace(LIMITS, video_pixels=64 * 48 * 4 - 1))
+        measure_video(io.BytesIO(content), replace(LIMITS, max_video_pixels=64 * 48 * 4 - 1))
     with pytest.raises(ImageError, match="longer than"):
-        sampled(content, video_seconds=1.0)
+        sampled(content, max_video_seconds=1.0)
     with pytest.raises(ImageError, match="larger than"):
         read(data_url(content, "video/mp4"), "video", max_video_bytes=1000)
     with pytest.raises(ImageError, match="together"):
@@ -244,8 +246,8 @@ def test_a_video_whose_frames_change_their_size(tmp_path):
     frame = small[small.index(JPEG) : small.index(b"\xff\xd9") + 2]
     second = [found.start() for found in re.finditer(JPEG, content)][1]
     content = content[:second] + frame + content[second + len(frame) :]
-    assert [frame.size for frame in sampled(content, frames=3)] in (
+    assert [frame.size for frame in sampled(content, video_frames=3)] in (
         [(640, 640), (64, 64), (640, 640)], [(640, 640)] * 3, [(640, 640)] * 2,
     )  # fmt: skip
     with pytest.raises(ImageError, match="pixels"):
-        measure_video(io.BytesIO(content), replace(LIMITS, pixels=64 * 64))
+        measure_video(io.BytesIO(content), replace(LIMITS, max_image_pixels=64 * 64))

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -18,13 +19,15 @@ from tests.support.http_helpers import PNG, encoded, picture, until
 from tests.support.media_files import scans
 from valora_serve.errors import ImageError, OverloadedError, ServeError
 from valora_serve.server.media import decode
-from valora_serve.server.media.decode import Limits
 from valora_serve.server.media.fetch import MediaUrl
-from valora_serve.server.media.pool import DecodePool, Job
+from valora_serve.server.media.pool import DecodePool
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.settings import ServerSettings
 
-LIMITS = Limits(10**8, 10**8, 10**5, 50.0, 2**29, 20.0, 60.0, 4)
+LIMITS = ServerSettings(
+    max_image_pixels=10**8, max_image_side=10**5, max_decode_bytes=2**29, decode_seconds=20.0,
+    media_seconds=60.0,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +44,14 @@ def slow():
 
 
 def job(content, limits=LIMITS, take=lambda *_: None):
-    return Job("image", content, limits, take)
+    return "image", MediaUrl(content), SimpleNamespace(limits=limits, take=take, seconds=[])
 
 
-def decoded(pool, *jobs, wait=60.0):
+def decoded(pool, *jobs):
     """Results of several jobs at once; an exception where one failed."""
 
     async def run():
-        return await asyncio.gather(*(pool.decode(j, wait) for j in jobs), return_exceptions=True)
+        return await asyncio.gather(*(pool.decode(*j) for j in jobs), return_exceptions=True)
 
     return asyncio.run(run())
 
@@ -66,7 +69,7 @@ def test_many_at_once_and_processes_that_are_killed_while_they_are_idle(pool):
 
 def test_a_process_that_is_killed_while_it_decodes(pool, slow):
     async def run():
-        one = asyncio.create_task(pool.decode(job(slow), 60))
+        one = asyncio.create_task(pool.decode(*job(slow)))
         tasks = pool._processes._pool_manager.task_manager.tasks
         while not (pool._held and any(task.started for task in tuple(tasks.values()))):
             await asyncio.sleep(0.01)
@@ -74,7 +77,7 @@ def test_a_process_that_is_killed_while_it_decodes(pool, slow):
         os.kill(task.worker_id, signal.SIGSEGV)
         with pytest.raises(ImageError, match="decoder gave up"):
             await one
-        return await pool.decode(job(PNG), 60)
+        return await pool.decode(*job(PNG))
 
     decoded(pool, job(PNG))
     assert asyncio.run(run())[0].size == (40, 20)
@@ -86,8 +89,8 @@ def test_a_process_that_is_killed_while_it_decodes(pool, slow):
 def test_a_decode_that_takes_too_long_holds_no_place(pool, slow, limit, wait, last):
     """Another one is decoded then, or refused where it may not wait as long."""
     began = time.monotonic()
-    jobs = [job(slow, replace(LIMITS, seconds=limit)) for _ in range(2)]
-    *late, found = decoded(pool, *jobs, job(PNG), wait=wait)
+    limits = replace(LIMITS, decode_seconds=limit, media_seconds=wait)
+    *late, found = decoded(pool, *(job(one, limits) for one in (slow, slow, PNG)))
     assert [type(error) for error in late] == [ImageError] * 2
     assert all(f"longer than {limit} s" in str(error) for error in late)
     assert isinstance(found, last)
@@ -97,7 +100,7 @@ def test_a_decode_that_takes_too_long_holds_no_place(pool, slow, limit, wait, la
 def test_a_process_that_nobody_stops_in_time_ends_itself(pool, slow, monkeypatch):
     schedule = pool._schedule
     monkeypatch.setattr(pool, "_schedule", lambda function, _, *rest: schedule(function, 60, *rest))
-    [error] = decoded(pool, job(slow, replace(LIMITS, seconds=0.1)))
+    [error] = decoded(pool, job(slow, replace(LIMITS, decode_seconds=0.1)))
     assert "longer than 0.1 s to decode" in str(error)
 
 
@@ -132,17 +135,17 @@ def test_a_header_that_tells_too_little(pool, monkeypatch):
 def test_memory_is_shared(pool):
     """Two that fit alone but not together are decoded one after the other."""
     content = encoded(Image.new("RGB", (2000, 2000)), "JPEG")
-    held, one = [], replace(LIMITS, memory=50 * 2**20)
+    held, one = [], replace(LIMITS, max_decode_bytes=50 * 2**20)
 
     async def run():
-        tasks = [asyncio.create_task(pool.decode(job(content, one), 60)) for _ in range(6)]
+        tasks = [asyncio.create_task(pool.decode(*job(content, one))) for _ in range(6)]
         while not all(task.done() for task in tasks):
             held.append(pool._held)
             await asyncio.sleep(0.001)
         return await asyncio.gather(*tasks)
 
     assert [image.size for [image] in asyncio.run(run())] == [(2000, 2000)] * 6
-    assert 0 < max(held) <= one.memory
+    assert 0 < max(held) <= one.max_decode_bytes
 
 
 def test_a_pool_that_cannot_start_processes(monkeypatch):
@@ -161,14 +164,16 @@ import asyncio, io, signal, sys
 # A shell starts what runs in its background with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from PIL import Image
-from valora_serve.server.media.decode import Limits
-from valora_serve.server.media.pool import Job, shared_pool
+from valora_serve.server.media.fetch import MediaUrl
+from valora_serve.server.media.pool import shared_pool
+from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.settings import ServerSettings
 pool = shared_pool()
 pool.start()
 buffer = io.BytesIO()
 Image.new("L", (9, 9)).save(buffer, "PNG")
-limits = Limits(10**6, 10**7, 10**4, 50.0, 2**28, 60.0, 60.0, 4)
-asyncio.run(pool.decode(Job("image", buffer.getvalue(), limits, lambda *_: None), 60))
+pixels = MediaReader(ServerSettings(decode_seconds=60.0)).pixels()
+asyncio.run(pool.decode("image", MediaUrl(buffer.getvalue()), pixels))
 print(*pool._processes._pool_manager.worker_manager.workers, flush=True)
 sys.stdin.read()
 """

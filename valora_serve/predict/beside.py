@@ -1,7 +1,5 @@
 """The fused domain beside the small model that it replaces, on pictures without labels."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Command ``valora predict``: a bundle's answers for a folder of images or videos."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json
@@ -231,8 +229,7 @@ async def _answer(
                     text = f"{made.file}, {made.domain}: {made.error}"
                     progress.console.print(text, style="yellow")
 
-            question = run.Question(options.prompt, options.min_score, options.max_tokens)
-            await run.answer_all(engine, jobs, question, note, options.at_once)
+            await run.answer_all(engine, jobs, options, note)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
     if failed:
@@ -257,7 +254,3 @@ def _summary(results: run.Results, console: Console) -> None:
         found = ", ".join(f"{label} {count}" for label, count in labels[name].most_common(8))
         table.add_row(name, facts.task or "text", str(answers[name]), found)
     console.print(table)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

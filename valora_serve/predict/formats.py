@@ -1,7 +1,5 @@
 """Formats of predictions by name. Another package adds one in the group ``valora.predictions``."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,9 +1,8 @@
 """Predictions of a run: files are asked for several at a time, and every answer is kept at once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -155,15 +154,6 @@ class Job:
     frames: int  # 0 of an image
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What every request has in common; None for what each domain has."""
-
-    prompt: str | None = None  # words, for domains that need some
-    min_score: float | None = None  # least confidence of boxes
-    max_tokens: int | None = None  # of written answers
-
-
 def find_jobs(source: Path, domains: Sequence[ServedModel], out: Path) -> tuple[list[Job], int]:
     """Return what is left to ask, and how many answers earlier runs have left in `out`."""
     before = read_predictions(out / PREDICTIONS)
@@ -202,11 +192,10 @@ def files_in(source: Path, suffixes: Set[str], out: Path) -> tuple[Path, list[Pa
 async def answer_all(
     engine: EngineClient,
     jobs: Sequence[Job],
-    question: Question,
+    options: Namespace,
     note: Callable[[Prediction], None],
-    at_once: int,
 ) -> None:
-    """Answer all jobs; at most `at_once` files are in the engine, and others are decoded ahead."""
+    """Answer all jobs as the command's `options` say; files to come are decoded ahead."""
     decoded = ahead(jobs, _content, weight=lambda job: job.frames or 1)
     turn = asyncio.Lock()
 
@@ -216,10 +205,11 @@ async def answer_all(
                 if (item := next(decoded, None)) is None:
                     return
                 content = await asyncio.wrap_future(item[1])
-            for made in await _answers(engine, item[0], content, question):
+            for made in await _answers(engine, item[0], content, options):
                 note(made)
 
-    await gathered(*(work() for _ in range(min(at_once, len(jobs)))), at_once=at_once)
+    count = min(options.at_once, len(jobs))
+    await gathered(*(work() for _ in range(count)), at_once=count)
 
 
 def _content(job: Job) -> list[Image] | str:
@@ -231,7 +221,7 @@ def _content(job: Job) -> list[Image] | str:
 
 
 async def _answers(
-    engine: EngineClient, job: Job, content: list[Image] | str, question: Question
+    engine: EngineClient, job: Job, content: list[Image] | str, options: Namespace
 ) -> list[Prediction]:
     made = {
         f"{job.name}:{m.name}": Prediction(job.name, m.name, m.task or "text", version=job.version)
@@ -240,7 +230,7 @@ async def _answers(
     if isinstance(content, str):
         return [replace(one, error=content) for one in made.values()]
     first, *also = (
-        make_request(name, model, content, question)
+        make_request(name, model, content, options)
         for name, model in zip(made, job.domains, strict=True)
     )
     texts = dict.fromkeys(made, "")
@@ -257,14 +247,14 @@ async def _answers(
 
 
 def make_request(
-    name: str, model: ServedModel, content: Sequence[Image], question: Question
+    name: str, model: ServedModel, content: Sequence[Image], options: Namespace
 ) -> Request:
     """Return a request with a file's image or frames, and the given words where some are needed."""
-    words = (model.prompt or "{}").replace("{}", question.prompt or "")
-    tokens = question.max_tokens or model.max_tokens
+    words = (model.prompt or "{}").replace("{}", options.prompt or "")
+    tokens = options.max_tokens or model.max_tokens
     return Request.about(
         content,
         words if model.takes_words else None, video=model.media == "video", id=name,
-        model=model.name, min_score=question.min_score,
+        model=model.name, min_score=options.min_score,
         sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from PIL import Image
 from tests.support.data_sets import picture, write_video
 from tests.support.fake_engine import CAPTION, PERSON, SCENE, FakeEngine
 from valora_serve.predict import command
-from valora_serve.predict.run import Question, answer_all, find_jobs, make_request, read_predictions
+from valora_serve.predict.run import answer_all, find_jobs, make_request, read_predictions
 from valora_serve.server.samples import Samples
 from valora_serve.server.settings import ServerSettings
 from valora_serve.types import Output, Request
@@ -260,17 +260,18 @@ def test_videos_questions_and_texts(tmp_path):
     jobs, kept = find_jobs(tmp_path, [video, longer], tmp_path)
     assert ([(job.name, job.frames) for job in jobs], kept) == ([("in.mp4", 4), ("in.mp4", 6)], 0)
     asked = replace(CAPTION, prompt="what color is {}?", prompted=True)
-    request = make_request("1", asked, ["image"], Question("the car", max_tokens=9))
+    said = SimpleNamespace(prompt="the car", min_score=None, max_tokens=9, at_once=4)
+    request = make_request("1", asked, ["image"], said)
     assert request.messages[0]["content"][0]["text"] == "what color is the car?"
     assert request.sampling.max_tokens == 9
     engine, found = FakeEngine(), []
     engine._served |= {model.name: model for model in (video, longer, CAPTION, PERSON)}
-    asyncio.run(answer_all(engine, jobs, Question(), found.append, 4))
+    asyncio.run(answer_all(engine, jobs, said, found.append))
     frames = {one.model: len(one.videos[0]) for one in engine.asked}
     assert frames == {video.name: 4, "longer": 6}
     picture(tmp_path / "a.png", 1, (40, 20))
     jobs, _ = find_jobs(tmp_path / "a.png", [CAPTION], tmp_path)
-    asyncio.run(answer_all(engine, jobs, Question(), found.append, 4))
+    asyncio.run(answer_all(engine, jobs, said, found.append))
     assert found[0].answer["label"] == found[1].answer["label"] == "street"
     assert found[2].answer["text"].startswith("a red star")
     (tmp_path / "predictions.jsonl").write_text(f"{json.dumps(asdict(found[2]))}\n")

@@ -1,7 +1,5 @@
 """Option ``--check`` of ``valora-serve``: says whether the server would start on this machine."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import math
 import os

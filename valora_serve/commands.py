@@ -1,7 +1,5 @@
 """Command ``valora``: gathers the commands of all packages under one name."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version

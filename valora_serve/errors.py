@@ -1,8 +1,7 @@
 """Errors of the serving side; the HTTP API answers with their `status` and `code`."""
 
-from __future__ import annotations
-
 import errno
+from typing import Self
 
 from valora_data.errors import ValoraError
 
@@ -37,7 +36,7 @@ class TooLongError(RequestError, code="context_length_exceeded"):
     """Prompt and answer exceed the context length, or the memory even without other requests."""
 
     @classmethod
-    def told(cls, context_length: int, said: str) -> TooLongError:
+    def told(cls, context_length: int, said: str) -> Self:
         """Return the error in OpenAI's words, by which clients know it and ask a longer model."""
         words = f"This model's maximum context length is {context_length} tokens. However, {said}"
         return cls(words)

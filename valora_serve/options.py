@@ -3,8 +3,6 @@
 The settings are frozen dataclasses (the engine has no pydantic), whose docstrings are the help.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

@@ -34,7 +34,7 @@ class Registry(Mapping[str, T], Generic[T]):
     def _entries(self) -> dict[str, EntryPoint]:
         # Built-in names win: what settings mean must not depend on what else is installed.
         others = _installed(self.group, tuple(sys.path))
-        return {entry.name: entry for entry in others} | self._builtin
+        return self._builtin | {entry.name: entry for entry in others} | self._builtin
 
     def __getitem__(self, name: str) -> T:
         if name not in self._loaded:

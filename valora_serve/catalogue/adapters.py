@@ -4,8 +4,6 @@ Every option that changes an adapter's result is either honoured or refused by n
 adapter never silently computes something else than under PEFT, or nothing at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -15,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -102,7 +100,7 @@ class ModelTargets:
     others: Mapping[str, str]  # class of the modules that cannot change, by the path's last part
 
     @classmethod
-    def of(cls, model: Any, architecture: Architecture) -> ModelTargets:
+    def of(cls, model: Any, architecture: Architecture) -> Self:
         """Return the targets of a transformers model; it may lie on the meta device."""
         within = architecture.adaptable(model)
         linears, parts, others = {}, {}, {}

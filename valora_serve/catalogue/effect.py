@@ -10,8 +10,6 @@ are answered once, when an adapter is loaded:
   error grows with ‖ΔW‖/‖W‖. An adapter for which that is too much is served, but never merged.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

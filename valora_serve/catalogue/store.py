@@ -4,8 +4,6 @@ Reading and checking files is slow, and may be done in any thread (`stage_adapte
 `stage_bundle`). `commit` makes all that was staged nameable, or nothing of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Mapping, Sequence

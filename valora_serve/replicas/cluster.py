@@ -15,6 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version as version_of
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,7 +36,6 @@ from valora_serve.errors import SettingsError
 from valora_serve.replicas.board import PERIOD, Board
 from valora_serve.replicas.replica import NAMESPACE, EngineReplica
 from valora_serve.replicas.settings import ReplicaSettings
-from valora_serve.server.api.system import own_version
 from valora_serve.server.loading.startup import Served
 from valora_serve.server.loading.state_file import content_hash
 from valora_serve.server.settings import ServerSettings
@@ -210,7 +210,7 @@ async def deploy(
         health_check_period_s=1.0, health_check_timeout_s=30.0, logging_config=quiet,
     )  # fmt: skip
     name, bundles = settings.application, {one: content_hash("bundle", one) for one in folders}
-    here = name, own_version(), ray.util.get_node_ip_address(), Path.cwd()
+    here = name, version_of("valora"), ray.util.get_node_ip_address(), Path.cwd()
     application = made(EngineReplica).bind(*here, engine, server, bundles)
     # No proxies of Ray Serve: fronts and replicas speak HTTP.
     serve.start(proxy_location="Disabled", logging_config=quiet)

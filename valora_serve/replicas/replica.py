@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +31,6 @@ from valora_serve.errors import SettingsError, StoppedError
 from valora_serve.pauses import short_pauses
 from valora_serve.replicas.board import INSIDE, PERIOD, Report
 from valora_serve.replicas.front import FRONT
-from valora_serve.server.api.system import own_version
 from valora_serve.server.app import make_server
 from valora_serve.server.constrain import read_tokenizer
 from valora_serve.server.loading import state_file
@@ -87,9 +87,9 @@ class EngineReplica:
         self, application: str, version: str, host: str, cwd: Path, engine: EngineSettings,
         settings: ServerSettings, bundles: dict[Path, str],
     ) -> None:  # fmt: skip
-        if version != own_version():
+        if version != version_of("valora"):
             raise SettingsError(
-                f"machine {socket.gethostname()} has VaLoRA {own_version()}, and the server "
+                f"machine {socket.gethostname()} has VaLoRA {version_of('valora')}, and the server "
                 f"{version}: install the same version on every machine of the Ray cluster"
             )
         with contextlib.suppress(OSError):  # then all paths have to be absolute

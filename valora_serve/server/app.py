@@ -1,21 +1,20 @@
 """The HTTP server: the ASGI application and the uvicorn server that runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes
 import json
 import resource
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from importlib.metadata import version
+from typing import Any, cast
 
 import anyio.to_thread
 import uvicorn
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from fastapi_offline import FastAPIOffline
 from starlette.middleware.cors import CORSMiddleware
@@ -26,11 +25,10 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from valora_data.registry import Registry
 from valora_serve.server.access.admission import Admission
-from valora_serve.server.access.guard import JSON, Access, Guard, rules_of
+from valora_serve.server.access.guard import JSON, Access, Guard
 from valora_serve.server.api.common import REFUSALS
-from valora_serve.server.api.registry import BUILTIN, ENDPOINTS
-from valora_serve.server.api.system import own_version
 from valora_serve.server.bodies import Bodies, Route
 from valora_serve.server.constrain import Grammars
 from valora_serve.server.context import ServerContext
@@ -50,6 +48,23 @@ DESCRIPTION = (
     "OpenAI's chat and completions endpoints and a vision endpoint, over one large multimodal "
     "model with many LoRA adapters and heads. `model` names a domain, an adapter or the base model."
 )
+_API = "valora_serve.server.api"
+ENDPOINTS: Registry[Callable[[ServerContext], APIRouter]] = Registry(
+    "valora.endpoints",
+    "endpoint",
+    {
+        "chat": f"{_API}.chat:router",
+        "completions": f"{_API}.completions:router",
+        "responses": f"{_API}.openai_responses:router",
+        "embeddings": f"{_API}.completions:embeddings",
+        "vision": f"{_API}.vision:router",
+        "models": f"{_API}.models:router",
+        "contexts": f"{_API}.models:contexts",
+        "examples": f"{_API}.models:examples",
+        "system": f"{_API}.system:router",
+    },
+)
+"""Endpoints by name. Another package adds one in the entry-point group."""
 WORKERS = 4  # threads for file access and for building large answers
 _M_MMAP_THRESHOLD, _LARGE_BLOCK = -3, 4 << 20  # of malloc.h; bytes
 _READ_BYTES = 16 * 1024
@@ -97,7 +112,7 @@ def create_app(
         tracer.close()
 
     app: FastAPI = FastAPIOffline(  # FastAPI whose /docs loads nothing from other hosts
-        title="VaLoRA", description=DESCRIPTION, version=own_version(), lifespan=life,
+        title="VaLoRA", description=DESCRIPTION, version=version("valora"), lifespan=life,
         redoc_url=None, static_url="/console/docs",
         servers=[{"url": settings.root_path}] if settings.root_path else None,
         redirect_slashes=False,  # to an absolute URL of whatever the Host header says
@@ -118,14 +133,13 @@ def create_app(
 
 def _add_routes(app: FastAPI, context: ServerContext) -> None:
     """Add the endpoints' routes, which check their rules, and the OpenAPI document."""
-    # The built-in ones first, so that no other can take over their paths.
-    for name in sorted(ENDPOINTS, key=lambda name: name not in BUILTIN):
-        router = ENDPOINTS[name](context)
+    for make in ENDPOINTS.values():  # built-in ones first: no other can take over their paths
+        router = make(context)
         for route in router.routes:
             if type(route) is not APIRoute:
                 raise TypeError(f"{route} is no APIRoute of FastAPI, whose access is checked")
             route.__class__ = Route
-            if rules_of(route.endpoint).access is not Access.OPEN:
+            if cast("Route", route).rules.access is not Access.OPEN:
                 secured: dict[str, Any] = {"security": [{"HTTPBearer": []}]}
                 route.openapi_extra = (route.openapi_extra or {}) | secured
                 route.responses = REFUSALS | route.responses

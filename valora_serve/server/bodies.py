@@ -1,7 +1,5 @@
 """Routes that check access before a request's body is read, and read and validate JSON bodies."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -15,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from valora_serve import errors
-from valora_serve.server.access.guard import JSON, Rules, rules_of
+from valora_serve.server.access.guard import JSON, Rules
 from valora_serve.server.errors import invalid
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.settings import ServerSettings
@@ -35,9 +33,14 @@ class Route(APIRoute):
     FastAPI itself would parse it with `json.loads` on the event loop, whatever its size.
     """
 
+    @property
+    def rules(self) -> Rules:
+        """Those of its function; one that declares none needs a key."""
+        return getattr(self.endpoint, "valora_rules", Rules())
+
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler, which gets the validated body."""
-        handle, rules = super().get_route_handler(), rules_of(self.endpoint)
+        handle, rules = super().get_route_handler(), self.rules
         if self.body_field is not None and not rules.content_types:
             rules = replace(rules, content_types=(JSON,))
         declared: Any = Any

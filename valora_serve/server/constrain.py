@@ -4,8 +4,6 @@ What cannot be kept exactly (`json_schema`), or exceeds limits in a trial, is re
 request is admitted. A constraint that fails later ends its request with an error.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -15,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -47,7 +45,7 @@ class Grammar:
     begins: tuple[str, ...] = ("",)  # beginnings of answers, from which the grammar is tried
 
     @classmethod
-    def json(cls, schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Grammar:
+    def json(cls, schema: Mapping[str, Any] | bool, *, strict: bool = False) -> Self:
         """Return the grammar of a JSON schema."""
         return cls({"json": schema}, strict=("json",) if strict else ())
 
@@ -60,6 +58,60 @@ class _Known:
     made: Any  # its matcher, or why it has none
     rules: str = ""  # that the matcher was made from
     worn: bool = False  # whether a copy of the matcher has filled the lexer that they share
+
+
+class GrammarConstraint:
+    """A grammar's constraint on the tokens of one answer, as `valora_serve.types.Constraint`."""
+
+    def __init__(self, known: _Known, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self._known, self._matcher = known, known.made.deep_copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (self._known.rules, self.grammar)
+
+    def may(self) -> NDArray[np.bool_]:
+        """Return which tokens may come next, [tokenizer's vocabulary] bool, at least one."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        may = np.unpackbits(bits, bitorder="little").view(np.bool_)
+        if self._matcher.is_error() or not may.any():
+            raise self._given_up()
+        return may
+
+    def mask(self, allowed: NDArray[np.bool_]) -> None:
+        """Clear the entries of tokens that cannot come next; `allowed` is [vocabulary] bool."""
+        may = self.may()[: allowed.size]
+        allowed[: may.size] &= may
+        allowed[may.size :] = False  # rows that pad the vocabulary
+
+    def advance(self, token: int) -> bool | None:
+        """Advance by the token that was sampled."""
+        free = None if self.grammar.rules == JSON_ONLY else self._matcher.is_accepting()
+        if not self._matcher.consume_token(token):
+            raise self._given_up()
+        return free
+
+    def check(self, text: str) -> None:
+        """Check that a whole answer is JSON, unless the grammar has rules of its own."""
+        if self.grammar.rules != JSON_ONLY:
+            return
+        try:
+            json.loads(text, parse_int=str, parse_float=str)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"The answer does not follow the JSON schema ({first_line(error)}): simplify the "
+                "schema"
+            ) from error
+
+    def _given_up(self) -> RequestError:
+        self._known.worn = True
+        reason = first_line(self._matcher.get_error()).removesuffix("<non-verbose/>").strip()
+        if not self._matcher.is_error() or reason.startswith("NoExtension"):
+            return RequestError("No answer satisfies the JSON schema: allow for at least one")
+        return RequestError(
+            f"The JSON schema is too complex ({reason}): use fewer alternatives, optional "
+            "properties and repetitions"
+        )
 
 
 class Grammars:
@@ -184,60 +236,6 @@ class Grammars:
             if self._tokenizer.eos_token in allowed or time.monotonic() > until:
                 return
             trial.advance(next((one for one in preferred if one in allowed), int(allowed[0])))
-
-
-class GrammarConstraint:
-    """A grammar's constraint on the tokens of one answer, as `valora_serve.types.Constraint`."""
-
-    def __init__(self, known: _Known, grammar: Grammar) -> None:
-        self.grammar = grammar
-        self._known, self._matcher = known, known.made.deep_copy()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._known.rules, self.grammar)
-
-    def may(self) -> NDArray[np.bool_]:
-        """Return which tokens may come next, [tokenizer's vocabulary] bool, at least one."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        may = np.unpackbits(bits, bitorder="little").view(np.bool_)
-        if self._matcher.is_error() or not may.any():
-            raise self._given_up()
-        return may
-
-    def mask(self, allowed: NDArray[np.bool_]) -> None:
-        """Clear the entries of tokens that cannot come next; `allowed` is [vocabulary] bool."""
-        may = self.may()[: allowed.size]
-        allowed[: may.size] &= may
-        allowed[may.size :] = False  # rows that pad the vocabulary
-
-    def advance(self, token: int) -> bool | None:
-        """Advance by the token that was sampled."""
-        free = None if self.grammar.rules == JSON_ONLY else self._matcher.is_accepting()
-        if not self._matcher.consume_token(token):
-            raise self._given_up()
-        return free
-
-    def check(self, text: str) -> None:
-        """Check that a whole answer is JSON, unless the grammar has rules of its own."""
-        if self.grammar.rules != JSON_ONLY:
-            return
-        try:
-            json.loads(text, parse_int=str, parse_float=str)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(
-                f"The answer does not follow the JSON schema ({first_line(error)}): simplify the "
-                "schema"
-            ) from error
-
-    def _given_up(self) -> RequestError:
-        self._known.worn = True
-        reason = first_line(self._matcher.get_error()).removesuffix("<non-verbose/>").strip()
-        if not self._matcher.is_error() or reason.startswith("NoExtension"):
-            return RequestError("No answer satisfies the JSON schema: allow for at least one")
-        return RequestError(
-            f"The JSON schema is too complex ({reason}): use fewer alternatives, optional "
-            "properties and repetitions"
-        )
 
 
 # Of the engine's process: its tokenizer, and what was compiled there, by rules.

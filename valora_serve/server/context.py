@@ -1,7 +1,5 @@
 """Objects of the server that endpoints have access to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from valora_serve.server.access.guard import Guard

@@ -1,7 +1,5 @@
 """HTTP responses of errors, in OpenAI's format."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

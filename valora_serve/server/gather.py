@@ -1,7 +1,5 @@
 """Runs coroutines of a request: several together, or as long as its client stays."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar

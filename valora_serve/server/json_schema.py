@@ -3,8 +3,6 @@
 Compiling may take hours, or all memory: some schemas end that process, which has limits.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Sockets and certificates of the server, checked before a model is loaded."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import ssl

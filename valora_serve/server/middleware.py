@@ -1,7 +1,5 @@
 """Middleware of every HTTP request: its id, access log, metrics, and the errors that are left."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time

@@ -1,7 +1,5 @@
 """A sample of requests for `valora predict`: pictures, each with what a domain answered."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,12 +1,10 @@
 """Sends requests to the engine, with admission control, metrics, spans and cancellation."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, starmap
 from pathlib import Path
@@ -24,6 +22,23 @@ from valora_serve.types import EngineClient, Finish, Output, Request, ServedMode
 
 T = TypeVar("T")
 NAMED = 20  # names that an error lists
+
+
+@dataclass(eq=False)
+class Ticket:
+    """Requests that were admitted together at `since`, of which `left` have not finished."""
+
+    admission: Admission
+    model: ServedModel
+    client: str
+    left: int
+    since: float
+
+    def leave(self, times: Times | None) -> None:
+        """Count one request as finished; `times` is None if it failed."""
+        if self.left:
+            self.left -= 1
+            self.admission.leave(self.model.name, times, time.monotonic(), self.client)
 
 
 @dataclass(eq=False)
@@ -155,15 +170,16 @@ class Service:
         return None if key is None and salt is None else repr((key, salt))
 
     async def ask(
-        self, ticket: Ticket, request: Request, headers: Mapping[str, str]
-    ) -> AsyncGenerator[Output, None]:
-        """Outputs of an admitted request; closing the iterator cancels the request."""
+        self, ticket: Ticket, request: Request, headers: Mapping[str, str],
+        give: Callable[[Output], None],
+    ) -> None:  # fmt: skip
+        """Ask an admitted request, and `give` its outputs; cancelling this cancels the request."""
         answering = self.engine.generate(self._sent(ticket, request))
         with self._taken(ticket, request, headers) as take:
             async with contextlib.aclosing(answering) as outputs:
                 async for output in outputs:
                     take(output)
-                    yield output
+                    give(output)
 
     @contextlib.contextmanager
     def _taken(
@@ -262,23 +278,6 @@ def domain_of(domains: Mapping[str, ServedModel], name: str) -> ServedModel:
         known = listed(domains) or "none: load a bundle"
         raise UnknownModelError(f"There is no domain {name[:100]!a}: the domains are {known}")
     return domains[name]
-
-
-@dataclass(eq=False)
-class Ticket:
-    """Requests that were admitted together at `since`, of which `left` have not finished."""
-
-    admission: Admission
-    model: ServedModel
-    client: str
-    left: int
-    since: float
-
-    def leave(self, times: Times | None) -> None:
-        """Count one request as finished; `times` is None if it failed."""
-        if self.left:
-            self.left -= 1
-            self.admission.leave(self.model.name, times, time.monotonic(), self.client)
 
 
 def joined(outputs: Sequence[Output]) -> Output:

@@ -1,7 +1,5 @@
 """Rate limits and admission control, as plain bookkeeping without clocks or threads."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ what the user reaches. A page of another site is told by its Origin, and one tha
 name to this machine's address (DNS rebinding) by its Host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ipaddress
 import re
@@ -68,12 +66,6 @@ def allow(access: Access, **rules: Any) -> Callable[[F], F]:
         return function
 
     return mark
-
-
-def rules_of(function: Any) -> Rules:
-    """Rules of a route's function; one that declares none needs a key."""
-    found: Rules = getattr(function, "valora_rules", Rules())
-    return found
 
 
 class Guard:

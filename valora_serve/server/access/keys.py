@@ -1,7 +1,5 @@
 """API keys, stored as hashes."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """``/v1/chat/completions``."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -94,6 +92,48 @@ async def _bundle_answer(
     )  # fmt: skip
 
 
+@dataclass(eq=False)
+class Chat(common.Answer):
+    """Text and calls, or what a head has found."""
+
+    tools: Tools | None
+    readers: dict[int, AnswerReader] = field(default_factory=dict)
+    object, chunk = "chat.completion", "chat.completion.chunk"
+
+    async def choice(self, number: int, output: Output) -> dict[str, Any]:
+        """A whole choice."""
+        message = AnswerReader(self.tools).message(self._text(output))
+        reason, logprobs = common.finish_reason(output, call=bool(message.tool_calls)), None
+        if self.body.logprobs:
+            content = await asyncio.to_thread(common.chat_logprobs, output.logprobs)
+            logprobs = {"content": content, "refusal": None}
+        said = {"message": message.model_dump(), "logprobs": logprobs, "finish_reason": reason}
+        return {"index": number, **said}
+
+    async def choices(self, number: int, output: Output) -> list[dict[str, Any]]:
+        """What is new of a choice, for an event each."""
+        deltas: list[dict[str, Any]] = []
+        if (reader := self.readers.get(number)) is None:
+            reader = self.readers[number] = AnswerReader(self.tools)
+            deltas.append({"role": "assistant", "content": None if self.tools else ""})
+        begun = len(deltas)
+        deltas += reader.push(self._text(output), last=output.finish is not None)
+        if output.logprobs and len(deltas) == begun:
+            deltas.append({})
+        made: list[dict[str, Any]] = [
+            {"index": number, "delta": one, "finish_reason": None} for one in deltas
+        ]
+        if output.logprobs:
+            made[begun]["logprobs"] = {"content": common.chat_logprobs(output.logprobs)}
+        if output.finish is not None:
+            reason = common.finish_reason(output, call=reader.calls > 0)
+            made.append({"index": number, "delta": {}, "finish_reason": reason})
+        return made
+
+    def _text(self, output: Output) -> str:
+        return output.text if output.head is None else output.head.text(self.sizes)
+
+
 async def begin(context: ServerContext, http: Request, body: schema.ChatRequest) -> Chat:
     """Check a chat request, read its images, and make the requests to the engine."""
     arrival = requests.Arrival(context, http, body.valora.deadline)
@@ -142,45 +182,3 @@ async def begin(context: ServerContext, http: Request, body: schema.ChatRequest)
     return Chat(
         arrival, asked, body, plain.id, tools, each=len(parts), sizes=sizes, warnings=warnings
     )
-
-
-@dataclass(eq=False)
-class Chat(common.Answer):
-    """Text and calls, or what a head has found."""
-
-    tools: Tools | None
-    readers: dict[int, AnswerReader] = field(default_factory=dict)
-    object, chunk = "chat.completion", "chat.completion.chunk"
-
-    async def choice(self, number: int, output: Output) -> dict[str, Any]:
-        """A whole choice."""
-        message = AnswerReader(self.tools).message(self._text(output))
-        reason, logprobs = common.finish_reason(output, call=bool(message.tool_calls)), None
-        if self.body.logprobs:
-            content = await asyncio.to_thread(common.chat_logprobs, output.logprobs)
-            logprobs = {"content": content, "refusal": None}
-        said = {"message": message.model_dump(), "logprobs": logprobs, "finish_reason": reason}
-        return {"index": number, **said}
-
-    async def choices(self, number: int, output: Output) -> list[dict[str, Any]]:
-        """What is new of a choice, for an event each."""
-        deltas: list[dict[str, Any]] = []
-        if (reader := self.readers.get(number)) is None:
-            reader = self.readers[number] = AnswerReader(self.tools)
-            deltas.append({"role": "assistant", "content": None if self.tools else ""})
-        begun = len(deltas)
-        deltas += reader.push(self._text(output), last=output.finish is not None)
-        if output.logprobs and len(deltas) == begun:
-            deltas.append({})
-        made: list[dict[str, Any]] = [
-            {"index": number, "delta": one, "finish_reason": None} for one in deltas
-        ]
-        if output.logprobs:
-            made[begun]["logprobs"] = {"content": common.chat_logprobs(output.logprobs)}
-        if output.finish is not None:
-            reason = common.finish_reason(output, call=reader.calls > 0)
-            made.append({"index": number, "delta": {}, "finish_reason": reason})
-        return made
-
-    def _text(self, output: Output) -> str:
-        return output.text if output.head is None else output.head.text(self.sizes)

@@ -1,7 +1,5 @@
 """What endpoints share: declarations and parts of responses, and server-sent events."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -59,7 +57,10 @@ def answer(body: BaseModel | bytes) -> Response:
 
 async def respond(made: Any, *, stream: bool | None) -> Response:
     """An answer as events, or as JSON once it is complete."""
-    return EventStream(made.events()) if stream else answer(await made.json())
+    if not stream:
+        return answer(await made.json())
+    events = made.events()
+    return EventStream(await anext(events), events)  # an earlier error has a status of its own
 
 
 @dataclass(eq=False)
@@ -206,17 +207,14 @@ def to_json(body: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Streamed response; the request is cancelled when the client disconnects.
-
-    Nothing is sent before the first event, so that an error before it gets its own status code.
-    """
+    """Streamed response; the request is cancelled when the client disconnects."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
+    def __init__(self, first: dict[str, Any], others: AsyncGenerator[dict[str, Any], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._begun = events, False
+        self._first, self._others = first, others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -225,22 +223,17 @@ class EventStream(Response):
             try:
                 await until_disconnect(receive, self._stream(send))
             except asyncio.CancelledError:  # as uvicorn does with what runs after the drain
-                if not self._begun:
-                    raise
                 await _end(send, DrainingError(DRAINED))
 
     async def _stream(self, send: Send) -> None:
-        failed = None
-        async with contextlib.aclosing(self._events) as events:
+        failed, start = None, {"status": 200, "headers": self.raw_headers}
+        async with contextlib.aclosing(self._others) as events:
             try:
+                await send({"type": "http.response.start", **start})
+                await send(_body(self._first))
                 async for event in events:
-                    if not self._begun:
-                        self._begun, start = True, {"status": 200, "headers": self.raw_headers}
-                        await send({"type": "http.response.start", **start})
                     await send(_body(event))
             except ServeError as error:
-                if not self._begun:
-                    raise
                 failed = error
         await _end(send, failed)
 

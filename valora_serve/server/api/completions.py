@@ -1,7 +1,5 @@
 """``/v1/completions`` and ``/v1/embeddings``: texts are completed, or embedded with images."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -45,6 +43,43 @@ def router(context: ServerContext) -> APIRouter:
     return routes
 
 
+@dataclass(eq=False)
+class _Completion(common.Answer):
+    object = chunk = "text_completion"
+    begun: dict[int, int] = field(default_factory=dict)
+    """Where answers begin, behind what is echoed."""
+
+    async def choices(self, number: int, output: Output) -> list[dict[str, Any]]:
+        """What is new of a choice, which begins with the prompt if that is echoed."""
+        start, scored = self.begun.get(number), self.body.max_tokens == 0
+        part = _Part(start or 0)
+        if self.body.echo and start is None:
+            request = self.requests[number]
+            text, tokenizer = request.text, self.arrival.context.service.engine.tokenizer
+            part.text = tokenizer.decode(request.token_ids) if text is None else text
+            if output.prompt is not None:
+                await asyncio.to_thread(part.add_prompt, output.prompt, tokenizer)
+            part.start = len(part.text)
+        if not scored:
+            part.add(output)
+        self.begun[number] = part.start
+        if output.finish is None and not part.text and not part.logprobs["tokens"]:
+            return []
+        reason = None if output.finish is None else common.finish_reason(output)
+        return [{
+            "index": number, "text": part.text,
+            "logprobs": None if self.body.logprobs is None else part.logprobs,
+            "finish_reason": "length" if reason and scored else reason,
+        }]  # fmt: skip
+
+    def used(self, lasts: Sequence[Output]) -> schema.UsageAnswer:
+        """Token counts; a token that is left out does not count."""
+        used = super().used(lasts)
+        if self.body.max_tokens != 0:
+            return used
+        return used.model_copy(update={"completion_tokens": 0, "total_tokens": used.prompt_tokens})
+
+
 async def _begin(
     context: ServerContext, http: Request, body: schema.CompletionRequest
 ) -> _Completion:
@@ -82,43 +117,6 @@ async def _begin(
         "/v1/chat/completions instead"
     ] * (model.kind == "domain" and model.form is None)
     return _Completion(arrival, asked, body, identity, prompts=len(prompts), warnings=warnings)
-
-
-@dataclass(eq=False)
-class _Completion(common.Answer):
-    object = chunk = "text_completion"
-    begun: dict[int, int] = field(default_factory=dict)
-    """Where answers begin, behind what is echoed."""
-
-    async def choices(self, number: int, output: Output) -> list[dict[str, Any]]:
-        """What is new of a choice, which begins with the prompt if that is echoed."""
-        start, scored = self.begun.get(number), self.body.max_tokens == 0
-        part = _Part(start or 0)
-        if self.body.echo and start is None:
-            request = self.requests[number]
-            text, tokenizer = request.text, self.arrival.context.service.engine.tokenizer
-            part.text = tokenizer.decode(request.token_ids) if text is None else text
-            if output.prompt is not None:
-                await asyncio.to_thread(part.add_prompt, output.prompt, tokenizer)
-            part.start = len(part.text)
-        if not scored:
-            part.add(output)
-        self.begun[number] = part.start
-        if output.finish is None and not part.text and not part.logprobs["tokens"]:
-            return []
-        reason = None if output.finish is None else common.finish_reason(output)
-        return [{
-            "index": number, "text": part.text,
-            "logprobs": None if self.body.logprobs is None else part.logprobs,
-            "finish_reason": "length" if reason and scored else reason,
-        }]  # fmt: skip
-
-    def used(self, lasts: Sequence[Output]) -> schema.UsageAnswer:
-        """Token counts; a token that is left out does not count."""
-        used = super().used(lasts)
-        if self.body.max_tokens != 0:
-            return used
-        return used.model_copy(update={"completion_tokens": 0, "total_tokens": used.prompt_tokens})
 
 
 class _Part:

@@ -6,8 +6,6 @@ contradicts the prompt is refused. A domain whose language model answers may be 
 order of its training is restored, and a warning names what its accuracy was not measured with.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

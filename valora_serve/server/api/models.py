@@ -1,7 +1,5 @@
 """Models, contexts and examples: what is served, and loading and unloading it at run time."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """``/v1/responses``: OpenAI's newer form of chat, without state on the server."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence

@@ -1,15 +1,12 @@
 """Turns the fields of an HTTP request into requests to the engine, and asks it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from itertools import starmap
 from typing import Any, TypeVar
 
 from PIL.Image import Image
@@ -23,7 +20,7 @@ from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.context import ServerContext
 from valora_serve.server.gather import gathered
-from valora_serve.server.service import Ticket, joined
+from valora_serve.server.service import joined
 from valora_serve.types import Output, Request, SamplingParams, ServedModel
 
 T = TypeVar("T")
@@ -170,43 +167,43 @@ class Arrival:
             for request, constraint in zip(requests, made, strict=True)
         ]
 
-    async def outputs(
-        self, requests: Sequence[Request], *, stream: bool = True
-    ) -> AsyncGenerator[tuple[int, Output], None]:
-        """Outputs of several requests as they come, each with the number of its request.
-
-        They are admitted together, and all end if one fails.
-        """
+    async def _ask(
+        self, requests: Sequence[Request], give: Callable[[int, Output], None], *, stream: bool
+    ) -> None:
+        """Ask several requests, admitted together, which all end if one fails; `give` outputs."""
         left, service, headers = self.time_left(), self.context.service, dict(self.http.headers)
         requests = [replace(one, deadline=left, stream=stream) for one in requests]
-        queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
-
-        async def ask(ticket: Ticket, number: int, request: Request) -> None:
-            async with contextlib.aclosing(service.ask(ticket, request, headers)) as outputs:
-                async for output in outputs:
-                    queue.put_nowait((number, output))
-
         with service.admitted([(self.model, requests)]) as admitted:
             if isinstance(ticket := admitted[self.model.name], ServeError):
                 raise ticket
-            asking = gathered(*starmap(partial(ask, ticket), enumerate(requests)), at_once=AT_ONCE)
-            pumping = asyncio.ensure_future(asking)
-            pumping.add_done_callback(lambda _: queue.put_nowait(None))
-            try:
-                while (item := await queue.get()) is not None:
-                    yield item
-                await pumping
-            finally:
-                pumping.cancel()
-                await asyncio.gather(pumping, return_exceptions=True)
-                del pumping  # its error refers to this frame, which must not refer to it
+            asking = (
+                service.ask(ticket, request, headers, partial(give, number))
+                for number, request in enumerate(requests)
+            )
+            await gathered(*asking, at_once=AT_ONCE)
+
+    async def outputs(
+        self, requests: Sequence[Request]
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """Outputs of several requests as they come, each with the number of its request."""
+        queue: asyncio.Queue[tuple[int, Output] | None] = asyncio.Queue()
+        asking = asyncio.ensure_future(
+            self._ask(requests, lambda *found: queue.put_nowait(found), stream=True)
+        )
+        asking.add_done_callback(lambda _: queue.put_nowait(None))
+        try:
+            while (item := await queue.get()) is not None:
+                yield item
+            await asking
+        finally:
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+            del asking  # its error refers to this frame, which must not refer to it
 
     async def ask_all(self, requests: Sequence[Request]) -> list[Output]:
         """The whole answers to several requests."""
         found: list[list[Output]] = [[] for _ in requests]
-        async with contextlib.aclosing(self.outputs(requests, stream=False)) as outputs:
-            async for number, output in outputs:
-                found[number].append(output)
+        await self._ask(requests, lambda number, one: found[number].append(one), stream=False)
         return list(map(joined, found))
 
 

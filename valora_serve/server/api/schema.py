@@ -4,8 +4,6 @@ Unknown fields are refused, so that a typo is noticed, but for those of messages
 which frameworks keep adding their own (`cache_control`, `detail`, `reasoning_content`).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, Generic, Literal, TypeVar, get_type_hints
@@ -386,17 +384,11 @@ class ResponseInputResult(BaseModel):
     output: Text | _Parts
 
 
-class ResponseInputReasoning(BaseModel):
-    """Earlier reasoning, which is ignored."""
-
-    type: Literal["reasoning"]
-
-
 _ResponseItem = Annotated[
     Annotated[Message, Tag("message")]
     | Annotated[ResponseInputCall, Tag("function_call")]
     | Annotated[ResponseInputResult, Tag("function_call_output")]
-    | Annotated[ResponseInputReasoning, Tag("reasoning")],
+    | Annotated[dict[str, JsonValue], Tag("reasoning")],  # ignored
     Discriminator(lambda item: (isinstance(item, dict) and item.get("type")) or "message"),
 ]
 
@@ -549,13 +541,6 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob] = []
 
 
-class ChatLogprobs(BaseModel):
-    """Log probabilities of the tokens of an answer."""
-
-    content: list[TokenLogprob] | None = None
-    refusal: list[TokenLogprob] | None = None
-
-
 class AnswerToolCall(ToolCall):
     """A call of a function, whose arguments are a JSON object as a string."""
 
@@ -576,7 +561,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: AnswerMessage
-    logprobs: ChatLogprobs | None = None
+    logprobs: dict[Literal["content", "refusal"], list[TokenLogprob] | None] | None = None
     finish_reason: str
 
 

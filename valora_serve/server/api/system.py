@@ -1,11 +1,9 @@
 """Health, metrics, version, status, and the web console."""
 
-from __future__ import annotations
-
 import dataclasses
-import importlib.metadata
 import platform
 import time
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,8 +32,8 @@ class Version(BaseModel):
     version: str
     base: str
     python: str
-    torch: str | None
-    transformers: str | None
+    torch: str
+    transformers: str
 
 
 EngineStatus: Any = create_model(
@@ -73,18 +71,6 @@ _FAILED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def own_version() -> str:
-    """Version of the package valora."""
-    return _version("valora") or "0"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def router(context: ServerContext) -> APIRouter:
     """Routes for operators, and the web console."""
     routes = APIRouter(tags=["operations"])
@@ -105,8 +91,9 @@ def router(context: ServerContext) -> APIRouter:
     @allow(Access.OPEN)
     async def version() -> Version:
         return Version(
-            version=own_version(), base=last_part(engine.base), python=platform.python_version(),
-            torch=_version("torch"), transformers=_version("transformers"),
+            version=version_of("valora"), base=last_part(engine.base),
+            python=platform.python_version(), torch=version_of("torch"),
+            transformers=version_of("transformers"),
         )  # fmt: skip
 
     @routes.get(

@@ -4,8 +4,6 @@ Calls have the form of Hermes and Qwen, `<tool_call>` around a JSON object. A gr
 calls holds the answer, so that the calls of any model are valid.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

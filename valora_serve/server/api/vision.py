@@ -1,7 +1,5 @@
 """``/v1/vision``: images in, labels or boxes of one domain or of several out."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -222,9 +220,9 @@ async def _read_media(
 
 
 async def _from_form(body: bytes, header: str, context: ServerContext, kind: type[K]) -> K:
-    sent, large = (body, header, context.settings), len(body) > LARGE_BYTES
-    items = await asyncio.to_thread(_form_items, *sent) if large else _form_items(*sent)
-    del body, sent
+    large, parsing = len(body) > LARGE_BYTES, _form_items(body, header, context.settings)
+    del body
+    items = await (asyncio.to_thread(asyncio.run, parsing) if large else parsing)
     known = sorted(kind.model_fields.keys() - {*_FILES})
     files: dict[str, list[MediaUrl]] = {name: [] for name in _FILES}
     values: dict[str, Any] = {}
@@ -249,7 +247,7 @@ async def _from_form(body: bytes, header: str, context: ServerContext, kind: typ
         raise invalid(error.errors(include_input=False), values, "The form") from None
 
 
-def _form_items(
+async def _form_items(
     body: bytes, content_type: str, settings: ServerSettings
 ) -> list[tuple[str, str | MediaUrl]]:
     limit, fields = settings.max_images + settings.max_video_frames + 1, 8
@@ -265,31 +263,20 @@ def _form_items(
         for start in range(0, len(body), _PIECE):
             yield body[start : start + _PIECE]
 
-    async def parse() -> list[tuple[str, str | MediaUrl]]:
-        parser = MultiPartParser(
-            Headers({"content-type": content_type}), pieces(), max_files=limit, max_fields=fields,
-            max_part_size=4 * settings.max_prompt_chars,
-        )  # fmt: skip
-        parser.spool_max_size = len(body) + 1  # never on disk
-        form = await parser.parse()
-        try:
-            return [
-                (name, MediaUrl(await item.read()) if isinstance(item, UploadFile) else item)
-                for name, item in form.multi_items()
-            ]
-        finally:
-            await form.close()
-
-    parsing = parse()
+    parser = MultiPartParser(
+        Headers({"content-type": content_type}), pieces(), max_files=limit, max_fields=fields,
+        max_part_size=4 * settings.max_prompt_chars,
+    )  # fmt: skip
+    parser.spool_max_size = len(body) + 1  # never on disk
     try:
-        parsing.send(None)  # nothing in it waits: neither the pieces nor files in memory
-    except StopIteration as parsed:
-        found: list[tuple[str, str | MediaUrl]] = parsed.value
-        return found
+        form = await parser.parse()
     except (MultiPartException, ValueError) as error:
         said = getattr(error, "message", None) or "its parts or their headers are malformed"
         raise RequestError(f"The form cannot be read ({said}): let your client make it") from error
-    raise AssertionError("the parser of forms has waited")
+    return [
+        (name, MediaUrl(await item.read()) if isinstance(item, UploadFile) else item)
+        for name, item in form.multi_items()
+    ]
 
 
 def _requests(

@@ -1,7 +1,5 @@
 """Replays the golden examples of a bundle: it must answer as it did when it was exported."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path
@@ -16,6 +14,7 @@ from valora_data.contract.results import CONFIDENCE_TOLERANCE, computed_in, text
 from valora_serve.errors import AdapterError, ImageError
 from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.service import joined
 from valora_serve.server.settings import ServerSettings
 from valora_serve.types import EngineClient, Finish, Request, SamplingParams
 
@@ -142,26 +141,25 @@ async def _check(
     files = [await asyncio.to_thread(read_bytes, one, IMAGE_BYTES) for one in example.files]
     with reader.pixels() as pixels:
         pictures = await reader.images([MediaUrl(content) for content in files], pixels)
-    tokens, head, text = example.max_tokens, None, ""
+    tokens = example.max_tokens
     request = Request.about(
         pictures, example.question, id=f"golden-{folder.name}-{number}", model=domain,
         video=example.media == "video", min_score=max(0.0, threshold - CONFIDENCE_TOLERANCE),
         sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
     )  # fmt: skip
-    async for output in engine.generate(request):
-        text += output.text
-        if output.finish in (Finish.ERROR, Finish.CANCELLED):
-            raise AdapterError(
-                f"golden example {named} of {domain} is not answered ({output.error}): the "
-                "bundle is not served"
-            )
-        head = output.head or head
-    expected, found = example.expected, {"text": text.strip()}
-    same = head is None and text_matches(text, expected)
-    if head is not None:
-        found = head.golden()
+    last = joined([output async for output in engine.generate(request)])
+    if last.finish in (Finish.ERROR, Finish.CANCELLED):
+        raise AdapterError(
+            f"golden example {named} of {domain} is not answered ({last.error}): the bundle is not "
+            "served"
+        )
+    expected, found = example.expected, {"text": last.text.strip()}
+    if last.head is None:
+        same = text_matches(last.text, expected)
+    else:
+        found = last.head.golden()
         with computed_in(engine.dtype if example.dtype == "float32" else example.dtype):
-            same = head.matches(found, expected, threshold)
+            same = last.head.matches(found, expected, threshold)
     if not same:
         raise AdapterError(
             f"golden example {named} of {domain} came out differently here: expected "

@@ -5,8 +5,6 @@ or unload is recorded in a draft first, then made, then the draft is renamed to 
 Whatever can fail for lack of space thus fails before anything has changed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import secrets

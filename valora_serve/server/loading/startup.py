@@ -1,7 +1,5 @@
 """Finds and loads the bundles that the command line names."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import subprocess

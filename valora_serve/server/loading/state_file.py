@@ -1,12 +1,10 @@
 """The state file: what was loaded and unloaded at run time, for the next start."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,13 +128,11 @@ def check_content(kind: str, folder: Path, sha256: str) -> None:
         )
 
 
-@contextlib.contextmanager
-def own_state(file: Path) -> Iterator[None]:
+def own_state(file: Path) -> contextlib.AbstractContextManager[Any]:
     """Lock a state file for this process: each server writes the whole file."""
-    lock = FileLock(str(file.absolute()) + ".lock", timeout=0)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        return FileLock(str(file.absolute()) + ".lock", timeout=0).acquire()
     except Timeout:
         raise SettingsError(
             f"state file {file} is in use by another server: stop that one, or give this one a "
@@ -146,7 +142,4 @@ def own_state(file: Path) -> Iterator[None]:
         logs.LOG.warning(
             "state file %s cannot be locked (%s): start no other server with it", file, error
         )
-    try:
-        yield
-    finally:
-        lock.release()
+        return contextlib.nullcontext()

@@ -5,8 +5,6 @@ An adapter's folder is ``<hash of its name and version>/<last part of its name>/
 sha256 differs are deleted. Whatever else is there stays. For one server at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -25,11 +23,10 @@ from filelock import FileLock, Timeout
 from valora_data.contract.files import UnreadableError, read_json
 from valora_data.hashing import file_hash
 from valora_serve import errors
-from valora_serve.server.resolving.sources import FETCHED, FILES, Found, Resolver, Stream
+from valora_serve.server.resolving.sources import FETCHED, FILES, PIECE, Found, Resolver, Stream
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
 
-PIECE = 1 << 20  # bytes that are read at a time
 _ENTRY, _PARTIAL = ".entry.json", ".partial-"
 _PLACE = re.compile("[0-9a-f]{24}")
 

@@ -1,7 +1,5 @@
 """Loads the adapters that requests name before they are loaded, once for all that wait for one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

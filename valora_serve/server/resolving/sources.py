@@ -3,8 +3,6 @@
 Other packages add sources with an entry point.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -15,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from valora_data.contract.files import UnreadableError, expanded, open_regular
@@ -32,6 +31,7 @@ LABELS = "config.json"
 FETCHED = (*FILES, LABELS)  # files that are fetched
 PICKLE = "adapter_model.bin"
 """What older versions of PEFT write in place of `WEIGHTS`; it is never opened."""
+PIECE = 1 << 20  # bytes of a file that are read at a time
 _CONNECT_SECONDS = 10.0  # seconds after which a host that does not answer counts as unreachable
 
 
@@ -78,7 +78,7 @@ class Stream(Protocol):
     """A file that is being read."""
 
     def read(self, size: int, /) -> bytes:
-        """Return up to `size` bytes; none at the end."""
+        """Return up to `size` bytes, at least `PIECE`; none at the end."""
 
 
 class Resolver(ABC):
@@ -234,21 +234,11 @@ class HubResolver(Resolver):
         headers, session = {**sent, "accept-encoding": "identity"}, get_session()
         with session.stream("GET", url, headers=headers, timeout=_CONNECT_SECONDS) as one:
             utils.hf_raise_for_status(one)  # type: ignore[attr-defined]
-            yield _Pieces(one.iter_raw(1 << 20))
+            pieces = filter(None, one.iter_raw(PIECE))
+            yield SimpleNamespace(read=lambda _: next(pieces, b""))
 
     def _repository(self, name: str) -> str:
         return f"{self.location}/{name}" if self.location else name
-
-
-class _Pieces:
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces, self._left = pieces, b""
-
-    def read(self, size: int, /) -> bytes:
-        if not self._left:
-            self._left = next((piece for piece in self._pieces if piece), b"")
-        read, self._left = self._left[:size], self._left[size:]
-        return read
 
 
 # Credentials and endpoints come from fsspec's own configuration (FSSPEC_S3_KEY and so on,

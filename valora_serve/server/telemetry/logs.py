@@ -1,7 +1,5 @@
 """Logs: one line per event with the request's id, without API keys or content of requests."""
 
-from __future__ import annotations
-
 import contextvars
 import json
 import logging

@@ -1,7 +1,5 @@
 """Metrics for Prometheus, named as those of vLLM with the prefix valora_."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import resource

@@ -1,7 +1,5 @@
 """OpenTelemetry spans: one for every request to the engine, child of the caller's span."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping

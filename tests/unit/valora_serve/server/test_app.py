@@ -72,7 +72,7 @@ def test_endpoints_of_other_packages_are_served_documented_and_closed_unless_dec
         assert paths["/v1/hello"]["post"]["security"] == [{"HTTPBearer": []}]
     with serving() as server:  # without keys, nobody is an administrator
         refused(server.client.post("/v1/hello", content=b"x"), 403, "keys_file")
-    page = (Path(__file__).parents[5] / "docs" / "reference" / "http.md").read_text()
+    page = (Path(__file__).parents[4] / "docs" / "reference" / "http.md").read_text()
     listed = set(re.findall(r"`((?:GET|POST|DELETE) /[^`]*)`", page.partition("## Answers")[0]))
     there = {f"{verb.upper()} {path}" for path, found in paths.items() for verb in found}
     assert there - listed == {

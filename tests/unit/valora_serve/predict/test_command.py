@@ -262,8 +262,8 @@ def test_videos_questions_and_texts(tmp_path):
     asked = replace(CAPTION, prompt="what color is {}?", prompted=True)
     said = SimpleNamespace(prompt="the car", min_score=None, max_tokens=9, at_once=4)
     request = make_request("1", asked, ["image"], said)
-    assert request.messages[0]["content"][0]["text"] == "what color is the car?"
-    assert request.sampling.max_tokens == 9
+    text = request.messages[0]["content"][0]["text"]
+    assert (text, request.sampling.max_tokens) == ("what color is the car?", 9)
     engine, found = FakeEngine(), []
     engine._served |= {model.name: model for model in (video, longer, CAPTION, PERSON)}
     asyncio.run(answer_all(engine, jobs, said, found.append))

@@ -87,8 +87,7 @@ def test_sizes_at_the_limits_are_read():
 MEASURE = """
 import gc, json, re, sys
 from pathlib import Path
-from valora_serve.server.media.decode import decode_image, measure_image
-from valora_serve.server.settings import ServerSettings
+from valora_serve.server.media.decode import ServerSettings, decode_image, measure_image
 limits = ServerSettings(max_image_pixels=10**8, max_image_side=10**5, max_decode_bytes=2**40)
 def memory(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10

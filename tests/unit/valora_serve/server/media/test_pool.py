@@ -19,15 +19,11 @@ from tests.support.http_helpers import PNG, encoded, picture, until
 from tests.support.media_files import scans
 from valora_serve.errors import ImageError, OverloadedError, ServeError
 from valora_serve.server.media import decode
-from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.media.pool import DecodePool
-from valora_serve.server.media.reader import MediaReader
+from valora_serve.server.media.reader import MediaReader, MediaUrl
 from valora_serve.server.settings import ServerSettings
 
-LIMITS = ServerSettings(
-    max_image_pixels=10**8, max_image_side=10**5, max_decode_bytes=2**29, decode_seconds=20.0,
-    media_seconds=60.0,
-)  # fmt: skip
+LIMITS = ServerSettings(decode_seconds=20.0, media_seconds=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -164,16 +160,13 @@ import asyncio, io, signal, sys
 # A shell starts what runs in its background with SIGINT ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from PIL import Image
-from valora_serve.server.media.fetch import MediaUrl
+from valora_serve.server.loading.golden import LIMITS, MediaReader, MediaUrl
 from valora_serve.server.media.pool import shared_pool
-from valora_serve.server.media.reader import MediaReader
-from valora_serve.server.settings import ServerSettings
 pool = shared_pool()
 pool.start()
 buffer = io.BytesIO()
 Image.new("L", (9, 9)).save(buffer, "PNG")
-pixels = MediaReader(ServerSettings(decode_seconds=60.0)).pixels()
-asyncio.run(pool.decode("image", MediaUrl(buffer.getvalue()), pixels))
+asyncio.run(pool.decode("image", MediaUrl(buffer.getvalue()), MediaReader(LIMITS).pixels()))
 print(*pool._processes._pool_manager.worker_manager.workers, flush=True)
 sys.stdin.read()
 """

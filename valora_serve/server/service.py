@@ -169,22 +169,17 @@ class Service:
             key = None
         return None if key is None and salt is None else repr((key, salt))
 
-    async def ask(
-        self, ticket: Ticket, request: Request, headers: Mapping[str, str],
-        give: Callable[[Output], None],
-    ) -> None:  # fmt: skip
+    async def ask(self, ticket: Ticket, request: Request, give: Callable[[Output], None]) -> None:
         """Ask an admitted request, and `give` its outputs; cancelling this cancels the request."""
         answering = self.engine.generate(self._sent(ticket, request))
-        with self._taken(ticket, request, headers) as take:
+        with self._taken(ticket, request) as take:
             async with contextlib.aclosing(answering) as outputs:
                 async for output in outputs:
                     take(output)
                     give(output)
 
     @contextlib.contextmanager
-    def _taken(
-        self, ticket: Ticket, request: Request, headers: Mapping[str, str]
-    ) -> Iterator[Callable[[Output], None]]:
+    def _taken(self, ticket: Ticket, request: Request) -> Iterator[Callable[[Output], None]]:
         """Context of an answer, which takes note of outputs or raises their error; then leaves."""
         name, constraint = ticket.model.name, request.sampling.constraint
         tokens_at: list[float] = []
@@ -211,7 +206,7 @@ class Service:
                 self.samples.offer(ticket.model, request, output)
 
         try:
-            with self.tracer.span(name, headers, ticket.since) as ended:
+            with self.tracer.span(name, ticket.since) as ended:
                 yield take
                 if last is None:
                     raise StoppedError("The engine stopped while it answered: try again")
@@ -231,7 +226,7 @@ class Service:
         return replace(request, client=caller.get(), cache_salt=salt, arrival=ticket.since)
 
     async def ask_together(
-        self, asked: Sequence[tuple[Ticket, Request]], headers: Mapping[str, str]
+        self, asked: Sequence[tuple[Ticket, Request]]
     ) -> list[Output | ServeError]:
         """Answers to requests about the same images, which share passes; or the error of each."""
         first, *others = starmap(self._sent, asked)
@@ -241,13 +236,13 @@ class Service:
         async with contextlib.aclosing(stream) as outputs:
             async for output in outputs:
                 found[output.id].append(output)
-        return [self._answer(*one, headers, found[one[1].id]) for one in asked]
+        return [self._answer(*one, found[one[1].id]) for one in asked]
 
     def _answer(
-        self, ticket: Ticket, request: Request, headers: Mapping[str, str], outputs: list[Output]
+        self, ticket: Ticket, request: Request, outputs: list[Output]
     ) -> Output | ServeError:
         try:
-            with self._taken(ticket, request, headers) as take:
+            with self._taken(ticket, request) as take:
                 for output in outputs:
                     take(output)
         except ServeError as error:

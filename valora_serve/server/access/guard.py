@@ -23,6 +23,7 @@ from valora_serve.errors import ForbiddenError, RequestError
 from valora_serve.server.access.admission import RateLimiter
 from valora_serve.server.access.keys import Key, KeyRing
 from valora_serve.server.settings import ServerSettings
+from valora_serve.server.telemetry import spans
 
 F = TypeVar("F", bound=Callable[..., Any])
 JSON = "application/json"
@@ -83,6 +84,7 @@ class Guard:
             raise ForbiddenError(rules.disabled)
         caller.set(None)
         caller_key.set(None)
+        spans.headers.set(headers)
         if rules.access is Access.OPEN and not (rules.tells_all and self._keys.limited):
             return {}
         admin = rules.access is Access.ADMIN

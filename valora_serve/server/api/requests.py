@@ -171,13 +171,13 @@ class Arrival:
         self, requests: Sequence[Request], give: Callable[[int, Output], None], *, stream: bool
     ) -> None:
         """Ask several requests, admitted together, which all end if one fails; `give` outputs."""
-        left, service, headers = self.time_left(), self.context.service, dict(self.http.headers)
+        left, service = self.time_left(), self.context.service
         requests = [replace(one, deadline=left, stream=stream) for one in requests]
         with service.admitted([(self.model, requests)]) as admitted:
             if isinstance(ticket := admitted[self.model.name], ServeError):
                 raise ticket
             asking = (
-                service.ask(ticket, request, headers, partial(give, number))
+                service.ask(ticket, request, partial(give, number))
                 for number, request in enumerate(requests)
             )
             await gathered(*asking, at_once=AT_ONCE)

@@ -147,8 +147,7 @@ async def looked(
             [(ticket, asked[name][0][at]) for name, ticket in tickets.items()]
             for at in range(len(groups) if tickets else 0)
         ]
-        headers = dict(http.headers)
-        answers = await gathered(*(service.ask_together(row, headers) for row in rows))
+        answers = await gathered(*map(service.ask_together, rows))
     found: dict[str, schema.VisionAnswer | schema.ErrorAnswer] = {}
     for number, name in enumerate(tickets):
         lasts = [row[number] for row in answers]

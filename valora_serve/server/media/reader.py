@@ -12,7 +12,7 @@ from PIL import Image
 from valora_data.wording import plural
 from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.gather import gathered
-from valora_serve.server.media.fetch import Fetcher, MediaUrl, too_large
+from valora_serve.server.media.fetch import Fetcher, MediaUrl
 from valora_serve.server.media.pool import shared_pool
 from valora_serve.server.settings import ServerSettings
 
@@ -126,6 +126,6 @@ class MediaReader(Fetcher):
             del source  # may hold the file in base64
             source = await fetching
         if len(source) > limit:
-            raise too_large(what, limit)
+            raise ImageError(f"The {what} is larger than {limit} bytes: send a smaller one")
         source = MediaUrl(source)  # which the pool empties as soon as its decoder has it
         return await shared_pool().decode(what, source, pixels)

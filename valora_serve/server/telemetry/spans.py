@@ -3,10 +3,14 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from valora_serve.errors import SettingsError
 from valora_serve.types import Output
+
+headers: ContextVar[Mapping[str, str]] = ContextVar("headers")
+"""Those of the HTTP request that is being handled."""
 
 
 class Tracer:
@@ -30,10 +34,8 @@ class Tracer:
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
 
     @contextlib.contextmanager
-    def span(
-        self, model: str, headers: Mapping[str, str], since: float
-    ) -> Iterator[Callable[[Output], None]]:
-        """Span of a request, as a child of the one that its headers name; call it with the end.
+    def span(self, model: str, since: float) -> Iterator[Callable[[Output], None]]:
+        """Span of a request, as a child of the one that `headers` name; call it with the end.
 
         It began at the time `since` of the monotonic clock.
         """
@@ -43,7 +45,7 @@ class Tracer:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        parent = TraceContextTextMapPropagator().extract(dict(headers))
+        parent = TraceContextTextMapPropagator().extract(dict(headers.get({})))
         with self._provider.get_tracer("valora_serve").start_as_current_span(
             f"chat {model}",
             parent,

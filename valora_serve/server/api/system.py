@@ -66,8 +66,9 @@ _CSP = (
     "img-src 'self' data: blob:; media-src blob:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-_FAILED: dict[int | str, dict[str, Any]] = {
-    503: {"model": Health, "description": "The engine has failed"}
+_PROBE: dict[str, Any] = {
+    "response_model": Health,
+    "responses": {503: {"model": Health, "description": "The engine has failed"}},
 }
 
 
@@ -76,12 +77,8 @@ def router(context: ServerContext) -> APIRouter:
     routes = APIRouter(tags=["operations"])
     engine, started = context.service.engine, time.monotonic()
 
-    @routes.get(
-        "/ready", response_model=Health, responses=_FAILED, summary="Whether requests are accepted"
-    )
-    @routes.get(
-        "/health", response_model=Health, responses=_FAILED, summary="Whether the engine runs"
-    )
+    @routes.get("/ready", summary="Whether requests are accepted", **_PROBE)
+    @routes.get("/health", summary="Whether the engine runs", **_PROBE)
     @allow(Access.OPEN, any_host=True)
     async def health() -> Response:
         told = Health(status="ok" if engine.healthy else "failed").model_dump_json()

@@ -111,7 +111,7 @@ FIGURES = {
         "--duration 6 --policies cost valora unmerge_only dlora merge_only"
     ),
     "sim-systems": Figure(
-        "valora_serve.workloads.cli --systems dlora slora valora ours --workload retrieval "
+        "valora_serve.workloads.cli --systems dlora punica slora valora ours --workload retrieval "
         "--rates 4 10 20 --skews 0.2 0.9 --duration 30"
     ),
     "sim-shares": Figure(

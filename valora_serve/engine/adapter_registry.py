@@ -127,14 +127,11 @@ class AdapterRegistry:
         self._row_norms = lmm.linears.row_norms() if mergeable else {}
         self._key_of: dict[str, str] = {}  # by content hash
         self._names: dict[str, list[str]] = {}  # of the adapters that a name needs, by key
+        self.ranks: dict[str, int] = {}  # of the same
         # The same at nearly every step.
         self._names_of = lru_cache(2)(lambda keys: tuple(self.by_name(dict.fromkeys(keys, ""))))
         self.contexts = 0  # that requests can name
         self._named_prefixes: set[str] = set()  # keys of those that a name needs
-
-    def known(self) -> list[str]:
-        """Return the keys of all adapters that a name needs, sorted."""
-        return sorted(self._names)
 
     def key(self, adapter: Adapter) -> str:
         """Return the key of an adapter, which those of the same content share."""
@@ -246,9 +243,11 @@ class AdapterRegistry:
     def _refresh(self) -> None:
         before, self._names = self._names, {}
         self._names_of.cache_clear()
+        self.ranks = {}
         for name, adapter in self._store.adapters().items():
             # The first name is the adapter's own; domains that use it come later.
-            self._names.setdefault(self.key(adapter), []).append(name)
+            self._names.setdefault(key := self.key(adapter), []).append(name)
+            self.ranks[key] = adapter.rank
         contexts = self._store.contexts().values()
         self.contexts = len(contexts)
         kept = {self.prefix_key(context) for context in contexts if context.has_prefix}

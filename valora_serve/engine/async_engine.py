@@ -135,8 +135,7 @@ class AsyncEngine(EngineClient):
         if self._profiler is None or self._profiler.failed:
             if engine.tune():
                 return True
-            new = engine.tuning is not None and engine.tuning.adopted and self._profiler is None
-            if not (new and lacks_costs(engine)):
+            if self._profiler is not None or not lacks_costs(engine):
                 return False
             self._profiler = Profiler(engine)
         self._profiler.go_on()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from valora_serve.errors import ServeError, StoppedError
 from valora_serve.memory.block_manager import Owner
 from valora_serve.model.prompt import Prompt, Visual
 from valora_serve.model.sampler import TokenChoice
-from valora_serve.model.work import StepResult, Work
+from valora_serve.model.work import Work
 from valora_serve.orchestrator.cost_model import CostModel, StepShape, step_shape
 from valora_serve.orchestrator.decision import RequestView
 from valora_serve.types import Mode, Request, SamplingParams
@@ -29,9 +28,10 @@ log = logging.getLogger(__name__)
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)  # decoding requests of a measured step
 CONTEXTS = (32, 512)  # their tokens in the KV cache
 PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt tokens of one
-# Decoding requests beside them: few, and so many that other kernels read their keys and values.
-# From few alone a fit made these cost three times as much, and prompts were held back for nothing.
-BESIDE = (8, 64)
+# Decoding requests beside them, and their tokens in the KV cache: few, and so many that other
+# kernels read these. From few alone a fit made these cost three times as much, and prompts were
+# held back for nothing.
+BESIDE = ((8, 256), (64, 512))
 IMAGES, SIDE = (1, 8), 448  # new images of a measured step, and their pixels in a row
 # The same for a CPU, where a start should not wait for more. Prompt tokens are those at which
 # slopes change: between two others, a fit made the first 128 free, and policies liked such steps.
@@ -60,7 +60,8 @@ def ensure_costs(engine: Engine) -> None:
 def lacks_costs(engine: Engine) -> bool:
     """Whether the costs of this machine should be measured, if only for those of adapters."""
     cost = engine.cost
-    known = cost.measured and (cost.lora_known or not engine.registry.known())
+    # What a token costs with a rank of 8 says little about one of 64.
+    known = cost.measured and max(engine.registry.ranks.values(), default=0) <= cost.lora_rank
     return engine.settings.profile and not known
 
 
@@ -159,21 +160,26 @@ class Profiler:
             loads=self._loads,
             captured_rows=captured,
             uncaptured_seconds=self._uncaptured or 0.0,
-            lora_known=bool(engine.adapters.resident),
+            lora_rank=max(engine.registry.ranks.values(), default=0),
         )
 
 
 def _mergeable(engine: Engine) -> list[str]:
     adapters = engine.adapters
-    found = sorted(adapters.resident - adapters.unmergeable.keys())
+    found = _widest(engine, adapters.resident - adapters.unmergeable.keys())
     return found if engine.lmm.linears.merged else []
+
+
+def _widest(engine: Engine, keys: Iterable[str]) -> list[str]:
+    """Adapters by rank, the largest first."""
+    return sorted(keys, key=lambda key: (-engine.registry.ranks.get(key, 0), key))
 
 
 def _load(engine: Engine) -> list[tuple[int, float]]:
     """Load adapters; return rank and seconds of each that was not on the device."""
     times = []
     adapters = engine.adapters
-    for key in engine.registry.known()[:ADAPTERS]:
+    for key in _widest(engine, engine.registry.ranks)[:ADAPTERS]:
         if key in adapters.resident:
             continue
         start = time.perf_counter()
@@ -215,9 +221,9 @@ def _steps(engine: Engine) -> Iterator[Step]:
     for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
         if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
             batches.append(([(0, tokens)], ()))
-            counts = (BESIDE if cuda else BESIDE[:1]) if tokens > 64 else ()
-            beside = [min(count, settings.max_requests - 1) for count in counts]
-            batches += [([(0, tokens - few), *[(256, 1)] * few], ()) for few in beside]
+            for count, context in (BESIDE if cuda else BESIDE[:1]) if tokens > 64 else ():
+                few = min(count, settings.max_requests - 1)
+                batches.append(([(0, tokens - few), *[(context, 1)] * few], ()))
     # A step's mixes one after the other: whatever slows the machine down meanwhile slows all.
     for rows, visuals in batches:
         for mix in mixes:
@@ -259,7 +265,7 @@ def make_step(
     Each has the `visuals`. Pages are free, and nobody takes them while the engine is idle.
     """
     adapters, size = engine.adapters, engine.settings.block_size
-    resident = sorted(adapters.resident)[:distinct]
+    resident = _widest(engine, adapters.resident)[:distinct]
     needed = sum(-(-(context + tokens) // size) for context, tokens in rows)
     pages = engine.pool.take(needed, Owner.KV) if needed <= engine.pool.free else None
     if pages is None:
@@ -280,34 +286,32 @@ def make_step(
         left = 0 if decoding else tokens
         view = RequestView(str(number), key, rank, 0.0, left, context, images=len(visuals))
         batch.append((view, tokens))
-    ranks = {key: int(adapters.ranks[adapters[key].slot]) for key in resident}
+    ranks = {key: int(adapters.ranks[adapters[key].slot]) for key in adapters.resident}
     return Step(step_shape(mode, merged, batch, ranks), works, merged, visuals)
 
 
 def _time(engine: Engine, step: Step) -> float:
-    """Return the seconds of a step; on a GPU its planning hides behind the one before.
+    """Return the seconds of a step among others.
 
-    On a CPU, whatever else runs makes some steps slower, and costs are kept: the fastest counts.
+    On a GPU these are what three more steps take: the planning of all but the first hides behind
+    the one before. On a CPU, whatever else runs makes some steps slower: the fastest counts.
     """
-    slot, cuda = engine.merge_state.slot, engine.device.type == "cuda"
-    repeats, together = (3, 3) if cuda else (2, 1)
+    slot = engine.merge_state.slot
     visuals = [visual for _ in step.works for visual in step.visuals]
     slots = [work.adapter for work in step.works for _ in step.visuals]
 
-    def run() -> StepResult:
-        if visuals:
-            engine.runner.encode(visuals, slots, slot)
-        return engine.runner.step(step.works, slot)
-
-    run().read()
-    times = []
-    for _ in range(repeats):
+    def run(times: int) -> float:
         start = time.perf_counter()
-        for _ in range(together):
-            last = run()
+        for _ in range(times):
+            if visuals:
+                engine.runner.encode(visuals, slots, slot)
+            last = engine.runner.step(step.works, slot)
         last.read()
-        times.append((time.perf_counter() - start) / together)
-    return statistics.median(times) if cuda else min(times)
+        return time.perf_counter() - start
+
+    run(1)
+    once = min(run(1), run(1))
+    return once if engine.device.type != "cuda" else (min(run(4), run(4)) - once) / 3
 
 
 def _merge(engine: Engine, key: str | None) -> None:

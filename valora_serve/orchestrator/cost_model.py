@@ -27,7 +27,7 @@ from valora_serve.types import Mode
 
 log = logging.getLogger(__name__)
 
-VERSION = 7
+VERSION = 8
 
 
 class CostModelError(ServeError):
@@ -124,7 +124,7 @@ class CostModel:
     captured_rows: tuple[int, ...] = ()
     uncaptured_seconds: float = 0.0  # least of a step with prompts that no graph covers
     measured: bool = False  # or an estimate
-    lora_known: bool = False  # whether there were adapters to measure
+    lora_rank: int = 0  # the largest of the adapters that there were when it was measured
     error: float | None = None  # median relative error over the points of the fit
 
     def step(self, s: StepShape) -> float:

@@ -84,7 +84,7 @@ def measure(given: argparse.Namespace) -> None:
         for place in sorted(folder.glob("adapter-*")):
             engine.load(place, place.name)
         engine.warm_up()
-        for key in engine.registry.known():
+        for key in engine.registry.ranks:
             engine.adapters.load(key)
             while not engine.adapters.ready(key):
                 pass

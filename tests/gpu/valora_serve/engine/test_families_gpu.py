@@ -177,8 +177,8 @@ def measure(folder, family, shapes, device):
         base, adapters, fresh=True, device=device, dtype="bfloat16", policy="valora", pages=1500,
         max_tokens=2048, chunk=700, prefix_cache=False, image_cache_bytes=0,
     )  # fmt: skip
-    wide = next(key for key in engine.registry.known() if key.startswith("wide"))
-    for key in engine.registry.known():
+    wide = next(key for key in engine.registry.ranks if key.startswith("wide"))
+    for key in engine.registry.ranks:
         assert engine.adapters.load(key)
     engine.warm_up()
     own = prompts("wide")

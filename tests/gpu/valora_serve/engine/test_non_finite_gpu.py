@@ -66,7 +66,7 @@ def make(lmm, backend, *, poison=None, **settings):
     if poison is not None:
         # All pages, also page 0, to which rows that pad a graph write.
         engine.memory.storage[: engine.memory.pages * engine.memory.page.elements] = poison
-    for key in engine.registry.known():
+    for key in engine.registry.ranks:
         assert engine.adapters.load(key)
         while not engine.adapters.ready(key):
             pass

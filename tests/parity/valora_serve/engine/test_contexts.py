@@ -105,7 +105,7 @@ def test_policies_and_settings(base, bundle, reference, settings):
 )
 def test_merged_adapters(base, bundle, reference, mode, merged):
     engine = engine_of(base, bundle, policy="merge_only" if mode is Mode.MERGED else "valora")
-    key = next(key for key in engine.registry.known() if key.startswith(merged))
+    key = next(key for key in engine.registry.ranks if key.startswith(merged))
     engine.adapters.load(key)
     engine.merge_state.switch(mode, key)
     requests = questions([n for n in NAMES if n is not None])

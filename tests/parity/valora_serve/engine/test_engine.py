@@ -161,7 +161,7 @@ def test_preemption(base, adapters, reference, mode, overlap):
     settings = {"block_size": 4, "overlap": overlap, "prefix_cache": False}
     engine = forced(base, adapters, mode, **settings)
     pages = 2 * max(-(-(len(engine.prepare(one).prompt.ids) + 40) // 4) for one in requests)
-    for key in engine.registry.known():
+    for key in engine.registry.ranks:
         pages += engine.adapters[key].page_count if key.startswith(("mlp", "tower")) else 0
     engine = forced(base, adapters, mode, pages=pages, **settings)
     check_answers(run(engine, requests), reference, *requests)
@@ -245,7 +245,7 @@ def test_logprobs(base, adapters, reference, mode):
 def logits_of(base, adapters, requests, mode, dtype):
     """What the first token of each request is chosen from, all computed in one step."""
     engine = make_engine(base, adapters, policy="valora", prefix_cache=False, dtype=dtype)
-    keys = {key.split("#")[0]: key for key in engine.registry.known()}
+    keys = {key.split("#")[0]: key for key in engine.registry.ranks}
     for key in keys.values():
         assert engine.adapters.load(key)
     chosen = (Mode.UNMERGED, None) if mode == "unmerged" else (Mode.MIXTURE, keys["everything"])
@@ -330,7 +330,7 @@ def test_loading_and_unloading_while_requests_run(base, adapters, reference):
         assert found[one.id].finish in (Finish.LENGTH, Finish.STOP)
         wanted = reference(one).tokens
         assert found[one.id].tokens == wanted[len(wanted) - len(found[one.id].tokens) :]
-    (key,) = engine.registry.known()
+    (key,) = engine.registry.ranks
     assert key.startswith("everything") and len(engine.adapters) == 1
 
 

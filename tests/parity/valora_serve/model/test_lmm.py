@@ -132,7 +132,7 @@ def test_adapters_on_every_linear_are_merged_and_mixed_as_in_peft(
     """Adapters with different targets in one batch, in all modes; then the base model alone."""
     engine = make_engine(base, adapters, policy="valora", prefix_cache=False, image_cache_bytes=0)
     whole, part = (
-        next(key for key in engine.registry.known() if key.startswith(name)) for name in adapters
+        next(key for key in engine.registry.ranks if key.startswith(name)) for name in adapters
     )
     assert engine.lmm.linears.groups.keys() == {
         name for key in (whole, part) for name in engine.adapters._entries[key].packed.groups
@@ -174,7 +174,7 @@ def test_preempted_in_the_middle_of_an_answer(family, base, adapters, reference)
     asked = [replace(one, sampling=greedy) for one in requests_of(family, [None, "text"])]
     engine = make_engine(base, adapters, block_size=4, prefix_cache=False)
     pages = max(-(-(len(engine.prepare(one).prompt.ids) + 24) // 4) for one in asked)
-    pages += sum(engine.adapters[k].page_count for k in engine.registry.known() if "text" in k)
+    pages += sum(engine.adapters[k].page_count for k in engine.registry.ranks if "text" in k)
     settings = {"block_size": 4, "prefix_cache": False, "pages": pages + 30}
     engine = make_engine(base, adapters, policy="valora", overlap=True, **settings)
     found = run(engine, asked)

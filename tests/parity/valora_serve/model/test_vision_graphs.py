@@ -101,7 +101,7 @@ def test_only_lora_terms_of_the_tower_go_without_a_graph(
 ):
     """A merged adapter needs none for its own images; beside it, others have pristine weights."""
     engine = captured(base, adapters, policy="valora")
-    keys = {key.partition("#")[0]: key for key in engine.registry.known()}
+    keys = {key.partition("#")[0]: key for key in engine.registry.ranks}
     for key in keys.values():
         assert engine.adapters.load(key)
     mode = Mode.MIXTURE if merged else Mode.UNMERGED

@@ -187,7 +187,7 @@ def test_costs_are_measured_once(base, adapters, tmp_path, quick):
     options = {"profile": True, "cost_folder": str(tmp_path), "policy": "valora"}
     bare = make_engine(base, **options)
     profile.ensure_costs(bare)
-    assert bare.cost.measured and not bare.cost.lora_known  # so that they are measured again
+    assert bare.cost.measured and not bare.cost.lora_rank  # so that they are measured again
     engine = make_engine(base, {"a": adapters["a"]}, **options)
     before = engine.policy
     add_requests(engine, question("one"))
@@ -195,7 +195,7 @@ def test_costs_are_measured_once(base, adapters, tmp_path, quick):
     assert engine.policy is before  # there was a request
     finish(engine)
     profile.ensure_costs(engine)
-    assert engine.cost.lora_known and engine.policy is not before
+    assert engine.cost.lora_rank and engine.policy is not before
     machine = machine_of(engine.settings, engine.device, torch.float32)
     assert load_or_estimate(tmp_path, machine, base).measured
     packed = replace(engine.settings, quantize="fp8")  # its steps cost something else
@@ -204,6 +204,24 @@ def test_costs_are_measured_once(base, adapters, tmp_path, quick):
     assert (stats.switches, stats.merged_adapter, stats.pages_kv) == (0, None, 0)
     profile.ensure_costs(engine)
     assert engine.cost is measured
+    engine.cost = replace(measured, lora_rank=measured.lora_rank - 1)
+    assert profile.lacks_costs(engine)  # those of a larger rank are not known
+
+
+def test_costs_of_adapters_that_come_at_run_time_are_measured(base, adapters, tmp_path, quick):
+    made = make_engine(base, profile=True, cost_folder=str(tmp_path), policy="valora")
+    made.cost = replace(made.cost, measured=True)
+
+    async def served(engine):
+        await engine.warm_up()
+        await engine.load_adapter("a", Path(adapters["a"]))
+        async for output in engine.generate(question("one", "a", tokens=2)):
+            assert output.error is None
+        while not made.cost.lora_rank:
+            await asyncio.sleep(0.02)
+
+    with_client(made, served)
+    assert load_or_estimate(tmp_path, made.cost.machine, base).lora_rank
 
 
 def test_costs_that_cannot_be_saved_are_used_all_the_same(base, tmp_path, quick, caplog):

@@ -289,6 +289,11 @@ class ServedModel:
         """Whether its prompt lacks words that only a request has, such as a question."""
         return self.prompted or not self.prompt or "{}" in self.prompt
 
+    def reads(self, *, video: bool) -> bool:
+        """Whether it reads prompts with a video, or with a single image."""
+        single = video or self.images in (None, 1)
+        return single and self.form is None and self.media in (None, "video" if video else "images")
+
 
 def short_name(bundle: str | None) -> str:
     """Name of a bundle without its version; empty for None."""

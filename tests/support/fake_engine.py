@@ -328,8 +328,8 @@ class FakeEngine:
             raise errors.AdapterError("bundle is for another base model")
         name = f"{manifest['name']}@1"
         made = [
-            replace(PERSON, name=domain, bundle=name, root=str(folder))
-            for domain in manifest["domains"]
+            replace(PERSON, name=domain, bundle=name, root=str(folder), media=facts.get("media"))
+            for domain, facts in manifest["domains"].items()
         ]
         kept = {key: model for key, model in self._served.items() if model.bundle != name}
         if taken := kept.keys() & {model.name for model in made}:

@@ -32,7 +32,6 @@ from valora_serve.types import EngineClient, ServedModel
 _ABOUT = """\
 Answer every image or video of a folder with the domains of a bundle, without a server. An
 interrupted run continues where it was; files that have changed are answered again."""
-_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
         print("interrupted: run the same command again to continue", file=sys.stderr)
-        return _INTERRUPTED
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,9 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = made.add_argument
     add("folder", type=expanded, help="folder of images or videos, or one file")
-    add("--bundle",
-        help="folder of a bundle, or one of bundles; without it, the folder is a server's sample",
-    )  # fmt: skip
+    said = "folder of a bundle, or one of bundles; without it, the folder is a server's sample"
+    add("--bundle", help=said)
     add("--out", type=expanded, default="predictions", help="output folder")
     names = ", ".join(WRITERS)
     add("--format", default="jsonl", help=f"formats, separated by commas: {names} (default: jsonl)")
@@ -74,8 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="auto", help="cpu, cuda, cuda:1 … (default: the GPU)")
     add("--base", help="folder of the base model (default: the bundle's)")
     add("--at-once", type=int, default=32, help="most files in the engine at a time")
-    said = "do not replay the bundle's golden examples first"
-    add("--no-golden", action="store_true", help=said)
+    add("--no-golden", action="store_true", help="do not replay the golden examples first")
     return made
 
 
@@ -190,15 +187,17 @@ def _chosen(
         if name not in known:
             raise SettingsError(f"there is no domain {name!r}: choose from {', '.join(known)}")
     asked = [known[name] for name in named] or list(models)
-    if options.prompt is None:
-        silent = [model.name for model in asked if model.takes_words]
-        if named and silent:
-            raise SettingsError(f"{silent[0]} answers questions: give one with --prompt")
-        asked = [model for model in asked if model.name not in silent]
-        if silent:
-            text = f"{', '.join(silent)} left out: they answer questions, which --prompt gives"
-            console.print(text, style="yellow")
-    if not asked:
+    left: dict[str, str] = {}
+    for model in asked:
+        if not (model.reads(video=False) or model.reads(video=True)):
+            left[model.name] = "reads no single image or video: ask it over HTTP"
+        elif options.prompt is None and model.takes_words:
+            left[model.name] = "answers questions: give one with --prompt"
+    for name, why in left.items():
+        if named:
+            raise SettingsError(f"{name} {why}")
+        console.print(f"left out {name}, which {why}", style="yellow")
+    if not (asked := [model for model in asked if model.name not in left]):
         raise SettingsError("no domain is left to ask: name one with --domain, or give --prompt")
     return asked
 

@@ -159,7 +159,7 @@ def find_jobs(source: Path, domains: Sequence[ServedModel], out: Path) -> tuple[
     before = read_predictions(out / PREDICTIONS)
     done = {(one.file, one.domain): one.version for one in before if one.error is None}
     videos = tuple(model for model in domains if model.media == "video")
-    images = tuple(model for model in domains if model.media not in ("video", "text"))
+    images = tuple(model for model in domains if model.media != "video")
     kinds = [("images", STILLS)] * bool(images) + [("videos", SUFFIXES)] * bool(videos)
     wanted = frozenset().union(*(suffixes for _, suffixes in kinds))
     root, files = files_in(source, wanted, out)

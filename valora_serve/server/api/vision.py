@@ -168,8 +168,7 @@ def _every(context: ServerContext, fields: schema.VisionRequest) -> list[ServedM
         model
         for model in context.service.models()
         if model.kind == "domain"
-        and model.form is None
-        and model.media in (None, "images" if fields.images else "video")
+        and model.reads(video=not fields.images)
         and ((fields.prompt or "").strip() or not model.takes_words)
     ]
 

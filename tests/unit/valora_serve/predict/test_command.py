@@ -48,7 +48,8 @@ def engines(monkeypatch, tmp_path):
     content = {
         "schema_version": 2, "name": "d", "version": 1, "files": {}, "adapters": {},
         "base": {"id": "tiny", "sha256": "0"},
-        "domains": {"person": {"adapter": None}, "car": {"adapter": None}},
+        "domains": {name: {"adapter": None, "media": media} for name, media in (
+            ("person", None), ("car", "images"), ("mood", "text"))},  # which is left out
     }  # fmt: skip
     (bundle / "bundle.json").write_text(json.dumps(content))
     for number in range(5):
@@ -230,7 +231,8 @@ def test_an_interrupted_small_model_is_no_error(engines, tmp_path, capsys, monke
     [
         (["--format", "xml"], "unknown format 'xml'"),
         (["--min-score", "3"], "name one from 0 to 1"), (["--at-once", "0"], "name at least 1"),
-        (["--domain", "cow"], "there is no domain 'cow': choose from person, car"),
+        (["--domain", "cow"], "there is no domain 'cow': choose from person, car, mood"),
+        (["--domain", "mood"], "mood reads no single image or video: ask it over HTTP"),
         (["--beside", "best.pt"], "--beside compares one domain: name it with --domain"),
         (["--domain", "person", "--beside", ""], "--beside is empty: give it a value, or leave"),
         (["--bundle", " "], "--bundle is empty"), (["--format", ","], "--format is empty"),

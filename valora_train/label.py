@@ -9,11 +9,13 @@ import argparse
 import csv
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from valora_data.contract.files import expanded
 from valora_data.cpu import ahead
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError, load_image
@@ -26,19 +28,16 @@ from valora_teachers.registry import KINDS, load_teacher
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; 0, or 1 if the model cannot answer or there are no pictures."""
     made = argparse.ArgumentParser("valora label", description="Answer images with a small model.")
-    made.add_argument("model", help="best.pt of Ultralytics; a transformers folder or hub name")
-    made.add_argument("folder", type=Path, help="folder of images, or one image")
-    made.add_argument("--labels", required=True, help="labels to keep, as a line of CSV")
-    made.add_argument("--task", default="detection", help="task of the domain")
-    made.add_argument("--domain", required=True, help="name of the domain that answers the same")
-    made.add_argument("--kind", help=f"{', '.join(KINDS)}; guessed from the model's name")
-    made.add_argument(
-        "--names", default="", help="CLASS=LABEL of classes with other names, with commas between"
-    )
-    made.add_argument(
-        "--min-score", type=float, default=0.25, help="least confidence of boxes (Ultralytics' own)"
-    )
-    made.add_argument("--out", type=Path, default=Path("labels.jsonl"), help="file to write")
+    add = made.add_argument
+    add("model", help="best.pt of Ultralytics; a transformers folder or hub name")
+    add("folder", type=expanded, help="folder of images, or one image")
+    add("--labels", required=True, help="labels to keep, as a line of CSV")
+    add("--task", default="detection", help="task of the domain")
+    add("--domain", required=True, help="name of the domain that answers the same")
+    add("--kind", help=f"{', '.join(KINDS)}; guessed from the model's name")
+    add("--names", default="", help="CLASS=LABEL of classes with other names, with commas between")
+    add("--min-score", type=float, default=0.25, help="least confidence of a box (as Ultralytics)")
+    add("--out", type=expanded, default="labels.jsonl", help="file to write")
     options = made.parse_args(arguments)
     try:
         _label(options)
@@ -58,7 +57,8 @@ def _label(options: argparse.Namespace) -> None:
     """Write a line for each image that can be read."""
     folder, out = options.folder, options.out
     paths = [folder] if folder.is_file() else images_below(folder)
-    kind = options.kind or ("yolo" if options.model.endswith(".pt") else "huggingface")
+    file = options.model.endswith(".pt") or Path(options.model).is_file()
+    kind = options.kind or ("yolo" if file else "huggingface")
     labels, pairs = (
         [part.strip() for part in next(csv.reader([text], skipinitialspace=True)) if part.strip()]
         for text in (options.labels, options.names)
@@ -70,6 +70,9 @@ def _label(options: argparse.Namespace) -> None:
     for pair in pairs:
         if "=" not in pair:
             raise TeacherError(f"--names {pair} maps nothing: write CLASS=LABEL")
+    if out.is_dir():
+        raise TeacherError(f"--out {out} is a folder: name a file")
+    tempfile.TemporaryFile(dir=out.parent).close()  # before all is asked, which may take hours
     names = dict(pair.split("=", 1) for pair in pairs)
     teacher = load_teacher(kind, options.model, labels, {"names": names}, Task(options.task))
     samples = _read(paths, folder.parent if folder.is_file() else folder)
@@ -107,7 +110,3 @@ def _fields(answer: Answer, min_score: float) -> dict[str, Any]:
             {"label": box.label, "confidence": box.confidence, "box": box.xyxy} for box in found
         ]
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

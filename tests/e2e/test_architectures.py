@@ -90,7 +90,7 @@ def text_domains(folder):
             name=name,
             task=task,
             labels=[] if name == "answers" else ["good", "bad"],
-            prompt="How was it? {}",
+            prompt="How was it? {}" if name == "answers" else "",  # as users leave it
             source=settings.SourceSettings(kind="llava", path=str(folder / "days.json")),
             **common,
         )
@@ -181,6 +181,7 @@ def test_domains_of_text_go_all_the_way(family, tmp_path):
     assert list(bundle.adapters) == ["adapter-1"]
     assert set(bundle.contexts) == {"ledger"}
     assert {bundle.domains[name]["media"] for name in WORDS} == {"text"}
+    assert "speed" not in bundle.manifest  # of an image
     assert {name for name in WORDS if bundle.domains[name]["head"]} == {"mood", "choice"}
     words = family in TEXT_CHECKPOINTS
     assert bundle.manifest["base"].get("class") == ("AutoModelForCausalLM" if words else None)

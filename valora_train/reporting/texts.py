@@ -272,9 +272,11 @@ def speed_line(manifest: Mapping[str, Any]) -> str | None:
     if not (speed := manifest.get("speed")):
         return None
     text = f"All {speed['domains']} domains of an image: {speed['images_per_second']:.3g} images/s"
+    where = speed["machine"]
     if other := speed.get("teacher"):
         text += f"; their small models one after the other: {other['images_per_second']:.3g}"
-    return f"{text} ({speed['machine']})."
+        where += f", small models on {other['machine']}" * (other["machine"] != where)
+    return f"{text} ({where})."
 
 
 def print_summary(bundle: Bundle, console: Console, seconds: float, link: str | None) -> None:

@@ -206,27 +206,26 @@ def _speed(
     settings: Settings, domains: Sequence[DomainInputs], model: BundleModel
 ) -> dict[str, Any] | None:
     """How fast heads answer about the same images, and small models; None if it says nothing."""
-    asked = {
-        item.settings.name: item
-        for item in domains
-        if isinstance(task := model.tasks[item.settings.name], HeadTask)
-        and not task.video
-        and "{}" not in task.domain.prompt
-    }
-    if len(asked) < 2:
+    tests: dict[str, shards.Shard] = {}  # of domains that an image alone asks
+    for item in domains:
+        name, test = item.settings.name, shards.open_shard(intact(item.data / Split.TEST))
+        lone = len(test[0].images) == 1 and test[0].prompt is None
+        if lone and isinstance(model.tasks[name], HeadTask) and not model.tasks[name].video:
+            tests[name] = test
+    if len(tests) < 2:
         return None
-    test = shards.open_shard(intact(next(iter(asked.values())).data / Split.TEST))
+    test = next(iter(tests.values()))
     samples = [test[number] for number in range(min(BATCH, len(test)))]
-    ours = measure_speed(partial(model.together, list(asked)), samples, settings.model.device)
+    ours = measure_speed(partial(model.together, list(tests)), samples, settings.model.device)
     shelf = [
         load_trained(item.settings, item.settings.taught_by or settings.teacher, item.teacher)
-        for item in asked.values()
-        if item.teacher is not None
+        for item in domains
+        if item.settings.name in tests and item.teacher is not None
     ]
     teacher = None
-    if len(shelf) == len(asked):
+    if len(shelf) == len(tests):
         teacher = measure_speed(lambda some: [one.answer(some) for one in shelf], samples)
-    return {"domains": len(asked), **ours, "teacher": teacher}
+    return {"domains": len(tests), **ours, "teacher": teacher}
 
 
 def _golden_examples(

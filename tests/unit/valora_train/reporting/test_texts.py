@@ -254,8 +254,9 @@ def test_the_card_lists_domains_and_what_was_rejected():
     line = "All 6 domains of an image: 91.2 images/s"
     assert texts.speed_line({"speed": speed}) == f"{line} ({HERE})."
     speed["teacher"] = {"images_per_second": 103.1, "machine": HERE}
-    others = "their small models one after the other: 103"
-    assert texts.speed_line({"speed": speed}) == f"{line}; {others} ({HERE})."
+    line += "; their small models one after the other: 103"
+    for on, where in ((HERE, HERE), ("H200", f"H200, small models on {HERE}")):
+        assert texts.speed_line({"speed": speed | {"machine": on}}) == f"{line} ({where})."
     assert texts.speed_line({}) is None
 
 

@@ -111,7 +111,11 @@ async def looked(
     errors: dict[str, ServeError] = {}
     # Once, as there may be thousands, and a thousand are named.
     domains, bundles = service.domains(), bundles_of(context)
-    bundles["*"] = _every(context, fields)
+    words = (fields.prompt or "").strip()
+    bundles["*"] = [
+        model for model in domains.values() if model.kind == "domain"
+        and model.reads(video=not fields.images) and (words or not model.takes_words)
+    ]  # fmt: skip
     for name in dict.fromkeys(names):
         try:
             for model in bundles[name] if name in bundles else [domain_of(domains, name)]:
@@ -161,16 +165,6 @@ async def looked(
         context.metrics.failed(failed.code)
         found[name] = schema.ErrorAnswer.model_validate({"error": error_body(failed)})
     return found
-
-
-def _every(context: ServerContext, fields: schema.VisionRequest) -> list[ServedModel]:
-    return [
-        model
-        for model in context.service.models()
-        if model.kind == "domain"
-        and model.reads(video=not fields.images)
-        and ((fields.prompt or "").strip() or not model.takes_words)
-    ]
 
 
 def bundles_of(context: ServerContext) -> dict[str, list[ServedModel]]:

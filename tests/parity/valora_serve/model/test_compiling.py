@@ -88,7 +88,7 @@ def test_kernels_are_compiled_and_not_launched(monkeypatch):
 def test_without_it_kernels_are_compiled_one_after_the_other(tmp_path, monkeypatch, caplog):
     engine = make_engine(str(save_llava(tmp_path / "base", seed=2)), {}, fresh=True)
     runner = engine.runner
-    monkeypatch.setattr(runner, "_device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(runner, "device", SimpleNamespace(type="cuda"))
     monkeypatch.setattr("valora_serve.model.runner.usable_cores", lambda: 4)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace())
     runner.compile_together([])

@@ -30,7 +30,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`((?:tests|docs|conf|valora_\w+|data|kernels|teachers)/[\w./-]+)`")
 TABLE = re.compile(r"^(?:\|.*\n?){3,}", re.MULTILINE)
-WAIT = {"four-bits", "ways"}
+WAIT = {"four-bits"}
 """Figures with tables that wait for a machine, most of them for a GPU: only fewer, please."""
 BY_HAND = {
     ("benchmarks.md", "case (H200)"),  # other servers' runs

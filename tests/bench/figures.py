@@ -65,7 +65,7 @@ FIGURES = {
     "operators": Figure("tests.bench.valora_kernels.bench_operators", 1),
     "training": Figure("tests.bench.valora_train.bench_train", 1),
     "four-bits": Figure(
-        "tests.bench.valora_train.bench_fuse --limit 16 --skip serve --samples 32", 1
+        "tests.bench.valora_train.bench_fuse --limit 16 --skip serve --samples 16", 1
     ),
     "ways": Figure(
         "tests.bench.valora_train.bench_compare --seeds 0 --strategies affinity --shares 0.97 "

@@ -202,7 +202,7 @@ async def served(options, folder, names, _, images):
         forms.append(http("/v1/vision", form % (",".join(names).encode(), file.getvalue()), kind))
     turn = itertools.count()
     flags = ("--image-cache-bytes", "0", "--no-prefix-cache", "--profile", "--dtype", options.dtype)
-    flags += ("--device", options.device, "--log-level", "warning")
+    flags += ("--device", options.device, "--capture", "eager", "--log-level", "warning")
     with Process(folder, *flags, cwd=folder.parent, start=whole) as server:
         process = psutil.Process(server.process.pid)
 
@@ -240,8 +240,9 @@ def cpu(process):
 async def fused(options, folder, names, way, images):
     """The figures of `timed` for an engine in this process."""
     settings = EngineSettings(
-        device=options.device, dtype=options.dtype, image_cache_bytes=0, prefix_cache=False
-    )
+        device=options.device, dtype=options.dtype, image_cache_bytes=0, prefix_cache=False,
+        capture="eager",
+    )  # fmt: skip
     engine, number = await start_engine(follow_bundles(settings, [folder])), 0
 
     async def ask(request):

@@ -303,10 +303,10 @@ def assert_empty(engine):
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.pages_kv) == (0, 0, 0)
     assert len(engine.requests.free_slots) == engine.settings.max_requests
-    assert not engine.requests.wanted
+    assert not engine.adapters.wanted
     held = stats.pages_adapters + stats.pages_contexts
     assert stats.pages_free + held == stats.pages_total
-    assert not engine.requests.wanted_prefixes
+    assert not engine.prefixes.wanted
     assert not any(entry.users for entry in engine.prefixes._entries.values())
     users = {key: entry.users for key, entry in engine.adapters._entries.items() if entry.users}
     assert users == {key: 1 for key in (engine.merge_state.adapter,) if key is not None}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,12 +20,12 @@ from valora_serve.catalogue.effect import check_effect
 from valora_serve.catalogue.store import Staged, Store
 from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import AdapterError, QuarantinedError
+from valora_serve.memory.residency import Residency
 from valora_serve.memory.unified import (
     AdapterMemory,
     PackedAdapter,
     PackedPrefix,
     PrefixMemory,
-    UnifiedMemory,
 )
 from valora_serve.model.linears import Linears
 from valora_serve.model.lmm import Lmm
@@ -46,19 +48,19 @@ class MergeState:
         self.mode = Mode.UNMERGED
         self.adapter: str | None = None
         self.switches = 0
-        self._linears, self._adapters = linears, adapters
+        self._linears, self.adapters = linears, adapters
 
     @property
     def slot(self) -> int:
         """Slot of the merged adapter, `NONE` while the weights are pristine."""
-        return NONE if self.adapter is None else self._adapters[self.adapter].slot
+        return NONE if self.adapter is None else self.adapters[self.adapter].slot
 
     def switch(self, mode: Mode, adapter: str | None) -> bool:
         """Merge a resident adapter, or restore the pristine weights; return whether they hold it.
 
         One that makes weights infinite or NaN is quarantined; the mode is unmerged then.
         """
-        wanted, before, adapters = adapter, self.adapter, self._adapters
+        wanted, before, adapters = adapter, self.adapter, self.adapters
         if adapter in adapters.unmergeable:
             adapter = None
         if adapter != before:
@@ -82,7 +84,7 @@ class MergeState:
 
     def _merge(self, adapter: str) -> bool:
         """Merge an adapter; return whether that went well, after which the weights are finite."""
-        adapters = self._adapters
+        adapters = self.adapters
         slot = adapters[adapter].slot
         rank, scaling = int(adapters.ranks[slot]), float(adapters.scalings[slot])
         try:
@@ -101,37 +103,31 @@ class MergeState:
         return True
 
 
+@dataclass(eq=False, repr=False)
 class AdapterRegistry:
     """The names of the store, and the adapters and prefixes behind them in memory.
 
     An adapter's key is its folder's name and the start of its content hash; it is freed after its
-    last name and request. `on_change` is called after weights moved, or began to take adapters.
+    last name and request.
     """
 
-    def __init__(
-        self,
-        lmm: Lmm,
-        store: Store,
-        memory: UnifiedMemory,
-        adapters: AdapterMemory,
-        prefixes: PrefixMemory,
-        merge_state: MergeState,
-        *,
-        mergeable: bool,
-        on_change: Callable[[], None],
-    ) -> None:
-        self._lmm, self._store, self._memory = lmm, store, memory
-        self._merge_state = merge_state
-        self.adapters, self.prefixes = adapters, prefixes
-        self._mergeable, self._on_change = mergeable, on_change
-        self._row_norms = lmm.linears.row_norms() if mergeable else {}
+    lmm: Lmm
+    store: Store
+    prefixes: PrefixMemory
+    merge_state: MergeState
+    mergeable: bool
+    on_change: Callable[[], None]  # is called after weights moved, or began to take adapters
+
+    def __post_init__(self) -> None:
+        self.adapters, self._memory = self.merge_state.adapters, self.prefixes.memory
+        self._row_norms = self.lmm.linears.row_norms() if self.mergeable else {}
         self._key_of: dict[str, str] = {}  # by content hash
-        self._names: dict[str, list[str]] = {}  # of the adapters that a name needs, by key
-        self.ranks: dict[str, int] = {}  # of the same
+        # Of the adapters and prefixes that a name needs, by their keys.
+        self._names: dict[str, list[str]] = {}
+        self.ranks: dict[str, int] = {}  # of those adapters
         # The same at nearly every step.
         self._names_of = lru_cache(2)(lambda keys: tuple(self.by_name(dict.fromkeys(keys, ""))))
         self.contexts = 0  # that requests can name
-        self._named_prefixes: set[str] = set()  # keys of those that a name needs
 
     def key(self, adapter: Adapter) -> str:
         """Return the key of an adapter, which those of the same content share."""
@@ -164,13 +160,13 @@ class AdapterRegistry:
     def read(self, folder: Path, name: str | None = None, *, decode_only: bool = False) -> Read:
         """Read, check and pack a bundle, or a PEFT adapter under a name; for `register`."""
         if name is None:
-            staged = self._store.stage_bundle(folder)
+            staged = self.store.stage_bundle(folder)
         else:
-            staged = self._store.stage_adapter(name, folder, decode_only=decode_only)
+            staged = self.store.stage_adapter(name, folder, decode_only=decode_only)
         unmergeable, dtype = {}, self._memory.storage.dtype
         for content, adapter in staged.adapters.items():
             reason = check_effect(adapter, dtype, self._row_norms)
-            if (reason := reason if self._lmm.mergeable else FIXED) is not None:
+            if (reason := reason if self.lmm.mergeable else FIXED) is not None:
                 unmergeable[content] = reason
         packed = {content: self._memory.pack(one) for content, one in staged.adapters.items()}
         return staged, packed, unmergeable, self._pack_prefixes(staged)
@@ -178,7 +174,7 @@ class AdapterRegistry:
     def read_context(self, name: str, folder: Path) -> Read:
         """Read a context that was made at run time, as `read` does."""
         try:
-            staged = self._store.stage_context(name, folder)
+            staged = self.store.stage_context(name, folder)
         except BundleError as error:
             raise AdapterError(f"context {name}: {error}") from error
         return staged, {}, {}, self._pack_prefixes(staged)
@@ -192,21 +188,16 @@ class AdapterRegistry:
 
     def pack_prefix(self, name: str, content: str, memory: Memory) -> PackedPrefix:
         """Lay out the prefix of a context in host memory."""
-        keys, values = (memory.tensors[part][:, self._lmm.own_kv_heads]
+        keys, values = (memory.tensors[part][:, self.lmm.own_kv_heads]
                         for part in ("keys", "values"))  # fmt: skip
         return self._memory.pack_prefix(name, content, keys, values)
 
-    def register(
-        self,
-        staged: Staged,
-        packed: Mapping[str, PackedAdapter],
-        unmergeable: Mapping[str, str],
-        prefixes: Mapping[str, PackedPrefix],
-    ) -> list[str]:
+    def register(self, read: Read) -> list[str]:
         """Make what was read nameable, all of it or nothing (`AdapterError`); return the names."""
-        self._store.check(staged)
+        staged, packed, unmergeable, prefixes = read
+        self.store.check(staged)
         self._activate({name for one in packed.values() for name in one.groups})
-        models = self._store.commit(staged)
+        models = self.store.commit(staged)
         for content, adapter in staged.adapters.items():
             key, reason = self.key(adapter), unmergeable.get(content)
             reload = partial(self._reread, adapter.folder)
@@ -221,65 +212,64 @@ class AdapterRegistry:
         return [model.name for model in models]
 
     def _reread(self, folder: Path) -> PackedAdapter:
-        return self._memory.pack(read_adapter(folder, self._lmm.targets))
+        return self._memory.pack(read_adapter(folder, self.lmm.targets))
 
     def _reread_prefix(self, context: Context) -> PackedPrefix:
         assert context.file is not None
-        base, config = self._store.base_hash(), self._lmm.config.get_text_config()
+        base, config = self.store.base_hash(), self.lmm.config.get_text_config()
         memory, content = read_file(context.name, context.file, base, config)
         return self.pack_prefix(context.name, content, memory)
 
     def unregister(self, kind: str, name: str) -> None:
         """Forget an adapter, a bundle or a context; requests that run on it are finished."""
-        self._store.unregister(kind, name)
+        self.store.unregister(kind, name)
         self._refresh()
 
     def released(self, sequence: SequenceState) -> None:
         """Free what the last request has ended on that no name needs any more."""
-        self._retire(self.adapters, sequence.adapters)
-        if sequence.prefix is not None:
-            self._retire(self.prefixes, (sequence.prefix,))
+        for residency, key in sequence.uses:
+            self._retire(residency, (key,))
 
     def _refresh(self) -> None:
         before, self._names = self._names, {}
         self._names_of.cache_clear()
         self.ranks = {}
-        for name, adapter in self._store.adapters().items():
+        for name, adapter in self.store.adapters().items():
             # The first name is the adapter's own; domains that use it come later.
             self._names.setdefault(key := self.key(adapter), []).append(name)
             self.ranks[key] = adapter.rank
-        contexts = self._store.contexts().values()
+        contexts = self.store.contexts().values()
         self.contexts = len(contexts)
-        kept = {self.prefix_key(context) for context in contexts if context.has_prefix}
-        gone, self._named_prefixes = self._named_prefixes - kept, kept
-        self._retire(self.adapters, before)
-        self._retire(self.prefixes, gone)
+        for context in contexts:
+            if context.has_prefix:
+                self._names.setdefault(self.prefix_key(context), []).append(context.name)
+        for residency in (self.adapters, self.prefixes):
+            self._retire(residency, before)
         # What is read again gets the key that its first folder gives it then.
-        known = self._names, kept, self.adapters, self.prefixes
+        known = self._names, self.adapters, self.prefixes
         self._key_of = {
             content: key for content, key in self._key_of.items() if any(key in x for x in known)
         }
 
-    def _retire(self, residency: AdapterMemory | PrefixMemory, keys: Iterable[str]) -> None:
+    def _retire(self, residency: Residency[Any], keys: Iterable[str]) -> None:
         """Free what neither a name nor an unfinished request needs."""
         for key in keys:
-            needed = key in self._names or key in self._named_prefixes or key in residency.wanted
-            if not needed and key in residency:
-                if key == self._merge_state.adapter:
-                    self._merge_state.unmerge()
+            if key not in self._names and key not in residency.wanted and key in residency:
+                if key == self.merge_state.adapter:
+                    self.merge_state.unmerge()
                 residency.remove(key)
 
     def _activate(self, names: set[str]) -> None:
-        linears = self._lmm.linears
+        linears = self.lmm.linears
         if not (new := {name for name in names if linears.groups[name].lora is None}):
             return
-        self._merge_state.unmerge()
+        self.merge_state.unmerge()
         try:
-            linears.activate(sorted(new), self._mergeable)
+            linears.activate(sorted(new), self.mergeable)
         except torch.OutOfMemoryError as error:
             raise AdapterError(
                 "the GPU has too little memory for a copy of the weights that adapters are merged "
                 "into: lower memory, or choose policy=unmerge_only"
             ) from error
         finally:  # some weights may have moved all the same
-            self._on_change()
+            self.on_change()

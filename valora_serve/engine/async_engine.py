@@ -322,7 +322,7 @@ class AsyncEngine(EngineClient):
     async def _register(self, read: Callable[[], Any]) -> list[ServedModel]:
         """Read something in the thread for it, and make it nameable between two steps."""
         found = await self._in(self._loading, read)
-        names = await self._do(lambda: self._engine.registry.register(*found))
+        names = await self._do(lambda: self._engine.registry.register(found))
         return [model for model in self.models() if model.name in names]
 
     async def unload(self, kind: str, name: str) -> None:
@@ -330,13 +330,13 @@ class AsyncEngine(EngineClient):
 
     async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
         name = f"context-{secrets.token_hex(8)}"
-        job = await self._in(
+        prepared, write = await self._in(
             self._preparing, lambda: self._engine.prepare_compression(wanted, name)
         )
-        answering = self._answer([job.prepared.request], lambda: {name: job.prepared})
+        answering = self._answer([prepared.request], lambda: {name: prepared})
         async with contextlib.aclosing(answering) as outputs:
             *_, last = [output async for output in outputs]
-        await self._in(self._loading, partial(job.write, folder, last))
+        await self._in(self._loading, partial(write, folder, last))
         return await self.load_context(wanted.name, folder)
 
     async def load_context(self, name: str, folder: Path) -> ServedModel:
@@ -355,7 +355,8 @@ class AsyncEngine(EngineClient):
         while self._queues and time.monotonic() < end and self.healthy:
             await asyncio.sleep(0.02)
         self._stopping = True
-        self._engine.interrupt_start()
+        self._engine.start_up.interrupted = True  # it ends after what it prepares now
+        self._engine.runner.interrupt()
         self._wake.set()
         seconds = None if self.lost is None else STUCK_SECONDS
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, seconds)

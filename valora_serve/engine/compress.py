@@ -6,8 +6,9 @@ A `prefix` is made of the document's own keys and values, all of them or the mos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ import torch
 from valora_data.contract.contexts import (
     MEMORY_TOKENS,
     PREFIX,
-    Encoder,
     Memory,
     around_memory,
     head_text,
@@ -35,44 +35,13 @@ from valora_serve.types import NewContext, Output, Request
 FIRST = 4  # tokens always kept, as every later token attends to them (StreamingLLM, 2023)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Compression:
-    """A document that is to become a context, and the request that reads it."""
-
-    wanted: NewContext
-    prepared: Prepared
-    tokens: int  # of the document's head
-    base: str  # `base_hash` of the base model
-    dtype: torch.dtype  # of the memory
-    encoder: tuple[str, Encoder] | None  # its name and what it has beside its adapter
-
-    def write(self, folder: Path, output: Output) -> None:
-        """Write the context of what the request's last output holds, or raise its error."""
-        from valora_data.contract.manifest import ContextEntry  # which needs pydantic
-
-        if output.error is not None:
-            raise output.error
-        name, wanted = None, self.wanted
-        if self.encoder is not None:
-            name, encoder = self.encoder
-            if output.head is None or output.head.logits is None:
-                raise ServeError(f"context {wanted.name}: the encoder gave nothing")
-            found = encoder.memory(torch.from_numpy(output.head.logits)).to(self.dtype)
-            memory = Memory(MEMORY_TOKENS, self.base, {"embeddings": found})
-        else:
-            keys, values = keep_keys(output.kv, wanted.tokens or self.tokens).cpu()
-            memory = Memory(PREFIX, self.base, {"keys": keys, "values": values}, self.tokens)
-        entry = ContextEntry(
-            form=memory.form, file=MEMORY_FILE, tokens=memory.tokens, position=memory.position,
-            bytes=memory.bytes, source_tokens=self.tokens,
-            source_sha256=source_hash(wanted.document), encoder=name,
-        )  # fmt: skip
-        write_context(folder, memory, entry, wanted.adapter)
+Write: TypeAlias = Callable[[Path, Output], None]
+"""Writes a context of what its request's last output holds to a new folder, or raises its error."""
 
 
 def prepare_compression(
     lmm: Lmm, store: Store, wanted: NewContext, name: str, limit: int
-) -> Compression:
+) -> tuple[Prepared, Write]:
     """Tokenize a document for the request `name`, in any thread; a `ServeError` says why not."""
     _check(lmm, wanted)
     try:
@@ -86,12 +55,11 @@ def prepare_compression(
         store.adapter_of(wanted.name, wanted.adapter)
     if wanted.form == PREFIX:
         _check_length(wanted, wanted.tokens or 1, len(ids), limit)
-        target, prompt, encoder = store.resolve(None), Prompt(ids), None
+        target, prompt = store.resolve(None), Prompt(ids)
         head = EMBEDDING
     else:
         target = store.encoder(wanted.encoder)
         assert target.encoder is not None
-        encoder = (target.model.name, target.encoder)
         count = len(target.encoder.queries)
         words = lmm.tokenize(wanted.document, special=False)
         _check_length(wanted, count, len(words), limit - count)
@@ -102,8 +70,29 @@ def prepare_compression(
         queries = MemoryTokens(key, at, target.encoder.queries)
         prompt = Prompt([*read, *[PLACEHOLDER] * count], memory=queries)
         head = EmbeddingHead(last_tokens=count)
-    prepared = Prepared(request, target, prompt, head)
-    return Compression(wanted, prepared, len(ids), base, lmm.dtype, encoder)
+    encoder, tokens, dtype = target.encoder, len(ids), lmm.dtype
+
+    def write(folder: Path, output: Output) -> None:
+        from valora_data.contract.manifest import ContextEntry  # which needs pydantic
+
+        if output.error is not None:
+            raise output.error
+        if encoder is not None:
+            if output.head is None or output.head.logits is None:
+                raise ServeError(f"context {wanted.name}: the encoder gave nothing")
+            found = encoder.memory(torch.from_numpy(output.head.logits)).to(dtype)
+            memory = Memory(MEMORY_TOKENS, base, {"embeddings": found})
+        else:
+            keys, values = keep_keys(output.kv, wanted.tokens or tokens).cpu()
+            memory = Memory(PREFIX, base, {"keys": keys, "values": values}, tokens)
+        entry = ContextEntry(
+            form=memory.form, file=MEMORY_FILE, tokens=memory.tokens, position=memory.position,
+            bytes=memory.bytes, source_tokens=tokens, source_sha256=source_hash(wanted.document),
+            encoder=None if encoder is None else target.model.name,
+        )  # fmt: skip
+        write_context(folder, memory, entry, wanted.adapter)
+
+    return Prepared(request, target, prompt, head), write
 
 
 def keep_keys(kv: torch.Tensor, count: int) -> torch.Tensor:

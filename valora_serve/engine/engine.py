@@ -28,7 +28,7 @@ from valora_serve import errors
 from valora_serve.catalogue.store import Store
 from valora_serve.engine import sizing
 from valora_serve.engine.adapter_registry import AdapterRegistry, MergeState
-from valora_serve.engine.compress import Compression, prepare_compression
+from valora_serve.engine.compress import Write, prepare_compression
 from valora_serve.engine.images import ImageEncoder
 from valora_serve.engine.requests import Requests
 from valora_serve.engine.sequence import Prepared, SequenceState
@@ -39,7 +39,7 @@ from valora_serve.engine.workers import Workers
 from valora_serve.memory.block_manager import BlockManager, Owner, PagePool
 from valora_serve.memory.unified import AdapterMemory, PageShape, PrefixMemory, UnifiedMemory
 from valora_serve.model.attention.base import KVCache
-from valora_serve.model.heads import HeadLogits, launch_heads
+from valora_serve.model.heads import launch_heads
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import prepare_prompt
 from valora_serve.model.runner import ModelRunner
@@ -76,8 +76,8 @@ class Flight:
 
     choosing: list[SequenceState]  # get the tokens of `result`
     result: StepResult
-    answering: list[SequenceState]  # get those of `heads`, riders included
-    heads: HeadLogits | None
+    answering: list[SequenceState]  # get the results of `heads`, riders included
+    heads: Callable[[], list[HeadResult | errors.ServeError]] | None  # reads theirs
     mode: Mode
     merged: str | None  # key of the adapter in the weights
 
@@ -184,9 +184,8 @@ class Engine:
             config=lmm.config.get_text_config(),
         )  # fmt: skip
         self.registry = AdapterRegistry(
-            lmm, self.store, self.memory, self.adapters, self.prefixes, self.merge_state,
-            mergeable=mergeable, on_change=self._weights_changed,
-        )  # fmt: skip
+            lmm, self.store, self.prefixes, self.merge_state, mergeable, self._weights_changed
+        )
         limits = settings, lmm, self.context_length
         self.requests = Requests(*limits, self.registry, self.blocks)
 
@@ -219,12 +218,7 @@ class Engine:
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> list[str]:
         """Load a bundle, or a PEFT adapter under a name; return what requests can name."""
-        return self.registry.register(*self.registry.read(folder, name, decode_only=decode_only))
-
-    def interrupt_start(self) -> None:
-        """End `warm_up` after what it prepares now; may be called from any thread."""
-        self.start_up.interrupted = True
-        self.runner.interrupt()
+        return self.registry.register(self.registry.read(folder, name, decode_only=decode_only))
 
     def warm_up(self) -> None:
         """Capture CUDA graphs and compile kernels; the likeliest ones if ``capture=lazy``."""
@@ -297,7 +291,7 @@ class Engine:
                     found[request.id] = as_serve_error(request.id, error)
         return found
 
-    def prepare_compression(self, wanted: NewContext, name: str) -> Compression:
+    def prepare_compression(self, wanted: NewContext, name: str) -> tuple[Prepared, Write]:
         """Prepare the request `name` that makes a context of a document; in any thread."""
         self.requests.check_characters(Request(name, text=wanted.document), "document")
         return prepare_compression(self.lmm, self.store, wanted, name, self.context_length)
@@ -607,7 +601,7 @@ class Engine:
             except Exception as error:  # noqa: BLE001 - its own request gets it
                 self._fail(sequence, as_serve_error(sequence.id, error))
         if flight.heads is not None:
-            results = flight.heads.read()
+            results = flight.heads()
             for sequence, result in zip(flight.answering, results, strict=True):
                 if isinstance(result, errors.NonFiniteError):
                     self._broken(sequence, flight)
@@ -708,7 +702,7 @@ class Engine:
     def _fail_users(self, key: str, error: errors.ServeError) -> None:
         """End the requests that run on an adapter or a prefix."""
         for sequence in self.requests.all():
-            if key in sequence.adapters or key == sequence.prefix:
+            if key in (used for _, used in sequence.uses):
                 self._fail(sequence, error)
 
     def _end(self, sequence: SequenceState, finish: Finish, **parts: Any) -> None:

@@ -56,7 +56,8 @@ class ImageEncoder:
         key = b"memory|" + memory.key
         features = self._cached(key)
         if features is None:
-            features = self._runner.place(memory.embeddings)
+            lmm = self._runner.lmm
+            features = VisualFeatures(memory.embeddings.to(lmm.device, lmm.dtype))
             self._keep(key, features)
         return features
 
@@ -75,20 +76,16 @@ class ImageEncoder:
             self._encode(members)
         except StoppedError:
             raise  # no image is to blame
-        except Exception:
-            log.exception("encoding %d images together failed: each is encoded alone", len(members))
-            for sequence, number in members:
-                try:
-                    self._encode([(sequence, number)])
-                except Exception as error:  # noqa: BLE001 - whatever it is, its request gets it
-                    log.warning(  # the traceback is that of the group
-                        "image %d of request %s cannot be encoded: %r", number, sequence.id, error
-                    )
-                    wrong = ImageError(
-                        f"image {number + 1} cannot be encoded ({type(error).__name__}): "
-                        "send another one"
-                    )
-                    broken.setdefault(sequence.id, (sequence, wrong))
+        except Exception as error:
+            log.exception("encoding %d images together failed", len(members))
+            if len(members) > 1:
+                for one in members:
+                    self._encode_group([one], broken)
+                return
+            ((sequence, number),) = members
+            log.warning("image %d of request %s cannot be encoded: %r", number, sequence.id, error)
+            said = f"image {number + 1} cannot be encoded ({type(error).__name__})"
+            broken.setdefault(sequence.id, (sequence, ImageError(f"{said}: send another one")))
 
     def _encode(self, members: Sequence[tuple[SequenceState, int]]) -> None:
         distinct: dict[bytes, tuple[SequenceState, int]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from operator import attrgetter
 from typing import Any, Final
@@ -17,8 +17,9 @@ from valora_serve.engine.sequence import Prepared, SequenceState
 from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import RequestError, ServeError, TooLongError, UnknownModelError
 from valora_serve.memory.block_manager import BlockManager, BlockTable
+from valora_serve.memory.residency import Residency
 from valora_serve.model.detokenizer import Detokenizer
-from valora_serve.model.heads import EMBEDDING, check_visual
+from valora_serve.model.heads import EMBEDDING
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import Prompt
 from valora_serve.model.sampler import TokenCounts, bias_arrays, make_generator
@@ -48,11 +49,8 @@ class Requests:
         self.waiting: OrderedDict[str, SequenceState] = OrderedDict()
         self.running: dict[str, SequenceState] = {}
         self.riding: dict[str, SequenceState] = {}
-        self.wanted: Counter[str] = Counter()  # unfinished requests by key of their adapter
-        self.wanted_prefixes: Counter[str] = Counter()
         # Requests by what policies know their adapters by, where that is no key, and by id.
         self.mixes: dict[str, dict[str, SequenceState]] = {}
-        self.adapters.wanted, self.prefixes.wanted = self.wanted, self.wanted_prefixes
         self.free_slots = deque(range(settings.max_requests))  # in the batch
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
         self._deadlines: dict[SequenceState, float] = {}
@@ -82,7 +80,8 @@ class Requests:
         ids = list(prompt.ids)
         if head is not None:
             visual = sum(len(item.read) for item in prompt.visuals)
-            check_visual(head, visual, len(prompt.visuals))
+            if (misfit := head.misfit(visual, len(prompt.visuals))) is not None:
+                raise RequestError(misfit)
             if head.reads_visual:  # tokens after the last one that it reads change nothing
                 ids = ids[: max(int(item.read.max()) for item in prompt.visuals) + 1]
         # Behind a prefix, positions may go on later than at its last token.
@@ -105,6 +104,8 @@ class Requests:
             if key in self.adapters.quarantined:
                 raise self.registry.quarantined(key)
         prefix = self._prefix_of(context)
+        uses: list[tuple[Residency[Any], str]] = [(self.adapters, key) for key in adapters]
+        uses += [] if prefix is None else [(self.prefixes, prefix)]
         adapter_pages, prefix_pages = self._pages(adapters, prefix)
         needed = self.own_pages(prompt, len(ids) + max(max_new, 1)) + adapter_pages + prefix_pages
         if needed > self.blocks.pool.pages - 1:
@@ -146,12 +147,13 @@ class Requests:
             request=request,
             prompt=prompt,
             adapters=adapters,
+            prefix=prefix,
+            uses=uses,
             head=head,
             ids=ids,
             table=BlockTable(ids, target.salt, spans, since, root=tenant + memory),
             prompt_tokens=len(ids),
             vision=vision,
-            prefix=prefix,
             tenant=tenant,
             text=Detokenizer(self.tokenizer, sampling.stop, sampling.min_tokens),
             generator=make_generator(sampling, self._lmm.device),
@@ -242,7 +244,7 @@ class Requests:
         prefixes = self.prefixes
         failed = prefixes.poll()
         self._starved = False
-        if not self.wanted_prefixes:
+        if not prefixes.wanted:
             return failed
         oldest = sorted(self.waiting.values(), key=lambda sequence: sequence.arrival)
         for number, sequence in enumerate(oldest[:LOOK_AHEAD]):
@@ -275,9 +277,8 @@ class Requests:
         sequence.follow([one for one in others if one.carrier is None and one.finish is None])
         held = self.waiting if sequence.carrier is None else self.riding
         held[sequence.id] = sequence
-        if sequence.prefix is not None:
-            self.wanted_prefixes[sequence.prefix] += 1
-        self.wanted.update(list(sequence.adapters))
+        for residency, key in sequence.uses:
+            residency.wanted[key] += 1
         label = sequence.adapter
         if label is not None and label not in sequence.adapters:
             self.mixes.setdefault(label, {})[sequence.id] = sequence
@@ -293,9 +294,7 @@ class Requests:
         if sequence.slot is not None:
             return True
         prefix, given, blocks = sequence.prefix, sequence.prompt.given, self.blocks
-        if not self.free_slots or not self.adapters.resident.issuperset(sequence.adapters):
-            return False
-        if prefix is not None and prefix not in self.prefixes.resident:
+        if not (self.free_slots and all(key in one.resident for one, key in sequence.uses)):
             return False
         self._pin(sequence)
         head = sequence.head
@@ -316,7 +315,7 @@ class Requests:
             self._pin(sequence, release=True)
             return False
         if prefix is not None and rest and cached < given:
-            self.prefixes.copy_rest(prefix, table.blocks[full])
+            self.prefixes.memory.copy_page(self.prefixes[prefix].pages[-1], table.blocks[full])
         cached = max(cached, given)
         del self.waiting[sequence.id]
         self.running[sequence.id] = sequence
@@ -331,10 +330,8 @@ class Requests:
         return True
 
     def _pin(self, sequence: SequenceState, *, release: bool = False) -> None:
-        for key in sequence.adapters:
-            (self.adapters.unpin if release else self.adapters.pin)(key)
-        if sequence.prefix is not None:
-            (self.prefixes.unpin if release else self.prefixes.pin)(sequence.prefix)
+        for residency, key in sequence.uses:
+            (residency.unpin if release else residency.pin)(key)
 
     def release(self, sequence: SequenceState) -> None:
         """Give back a request's place, pages and pins, if it has them."""
@@ -383,9 +380,5 @@ class Requests:
             self.mixes[label].pop(sequence.id, None)
             if not self.mixes[label]:
                 del self.mixes[label]
-        prefixes = () if sequence.prefix is None else (sequence.prefix,)
-        for counts, keys in ((self.wanted, sequence.adapters), (self.wanted_prefixes, prefixes)):
-            for key in keys:
-                counts[key] -= 1
-                if not counts[key]:
-                    del counts[key]
+        for residency, key in sequence.uses:
+            residency.unwant(key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from valora_kernels.metadata import NONE
 from valora_serve.catalogue.store import ResolvedModel
 from valora_serve.errors import RequestError
 from valora_serve.memory.block_manager import BlockTable
+from valora_serve.memory.residency import Residency
 from valora_serve.memory.unified import AdapterMemory
 from valora_serve.model.detokenizer import Detokenizer
 from valora_serve.model.heads import HeadRequest
@@ -47,6 +49,8 @@ class SequenceState(RequestView):
     request: Request
     prompt: Prompt
     adapters: dict[str, float]  # weights of the adapters that it runs on, by their keys
+    prefix: str | None  # key of the prefix of its context
+    uses: list[tuple[Residency[Any], str]]  # where those adapters and that prefix are, with keys
     head: Head | None  # that answers; None to generate text
     ids: list[int]  # of prompt and answer, as far as the host knows them
     table: BlockTable  # of these tokens
@@ -61,7 +65,6 @@ class SequenceState(RequestView):
     # has got them.
     scores: list[StepLogprobs] | None = None
     tenant: bytes = b""  # hash of its cache salt, for its keys in the image cache
-    prefix: str | None = None  # key of the prefix of its context
     mask_seconds: float = 0.0  # that its constraint has taken to compute masks
     slot: int | None = None  # in the batch, None while it waits
     pending: int = 0  # tokens that the device has chosen and the host has not read yet

@@ -7,8 +7,8 @@ Torch-free and for one thread: engine and simulator drive it, and a subclass mak
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -140,8 +140,8 @@ class Residency(Generic[P]):
         self.resident: set[str] = set()
         self.loading: set[str] = set()  # keys of those that are being loaded
         self.dropped: set[str] = set()  # keys of those that are not in host memory
-        # Keys of those that unfinished requests use; they are evicted last.
-        self.wanted: Collection[str] = ()
+        # Unfinished requests by the key of what they use; that is evicted last.
+        self.wanted: Counter[str] = Counter()
         self.loads = 0  # how often one was copied to the device
         self._entries: dict[str, Entry[P]] = {}
         self._removed: set[str] = set()  # are forgotten as soon as they have loaded
@@ -224,6 +224,12 @@ class Residency(Generic[P]):
             except ServeError as error:
                 failed[key] = error
         return failed
+
+    def unwant(self, key: str) -> None:
+        """Note that a request which used something has ended."""
+        self.wanted[key] -= 1
+        if not self.wanted[key]:
+            del self.wanted[key]
 
     def pin(self, key: str) -> None:
         """Protect something on the device from eviction until it is unpinned as often."""

@@ -338,7 +338,7 @@ class DeviceResidency(Residency[P]):
     ) -> None:
         cuda = memory.device.type == "cuda"
         super().__init__(budget, slots=slots, background=cuda)
-        self._memory = memory
+        self.memory = memory
         self._stream = torch.cuda.Stream(memory.device) if cuda else None
 
     def _write(self, entry: Entry[P]) -> None:
@@ -350,7 +350,7 @@ class DeviceResidency(Residency[P]):
             self._write(entry)
             return None
         # Steps that were launched may still read what the pages held before.
-        self._stream.wait_stream(torch.cuda.current_stream(self._memory.device))
+        self._stream.wait_stream(torch.cuda.current_stream(self.memory.device))
         with torch.cuda.stream(self._stream):
             self._write(entry)
             copied = torch.cuda.Event()
@@ -412,7 +412,7 @@ class AdapterMemory(DeviceResidency[PackedAdapter]):
 
     def _write(self, entry: Entry[PackedAdapter]) -> None:
         assert entry.packed is not None
-        self._memory.write(entry.packed, entry.pages, entry.slot)
+        self.memory.write(entry.packed, entry.pages, entry.slot)
         self.ranks[entry.slot] = entry.packed.rank
         self.scalings[entry.slot] = entry.packed.scaling
         self.vision[entry.slot] = entry.packed.vision
@@ -424,10 +424,6 @@ class PrefixMemory(DeviceResidency[PackedPrefix]):
     kind = "context"
     owner = Owner.CONTEXT
 
-    def copy_rest(self, key: str, page: int) -> None:
-        """Copy the last page of a resident prefix into a request's page, on the current stream."""
-        self._memory.copy_page(self[key].pages[-1], page)
-
     def _write(self, entry: Entry[PackedPrefix]) -> None:
         assert entry.packed is not None
-        self._memory.write_pages(entry.packed, entry.pages)
+        self.memory.write_pages(entry.packed, entry.pages)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -75,38 +75,6 @@ class HeadRequest:
     places: torch.Tensor | None = None
 
 
-def check_visual(head: Head, visual: int, images: int) -> None:
-    """Refuse a prompt of so many visual tokens and images that a head cannot read."""
-    misfit = head.misfit(visual, images)
-    if misfit is not None:
-        raise RequestError(misfit)
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLogits:
-    """Logits of a batch of heads, while they are copied to the host."""
-
-    inputs: Sequence[HeadRequest]
-    errors: Sequence[ServeError | None]  # why an input cannot be answered
-    # [elements] float32 on the host, the parts of all inputs one after the other. Each row has one
-    # more element than the head has outputs: how far apart the values are that the head read.
-    logits: torch.Tensor
-    shapes: Sequence[tuple[int, int]]  # (rows, outputs + 1) of each input's part
-    copied: torch.cuda.Event | None  # recorded after the copy; None if the copy is done
-
-    def read(self) -> list[HeadResult | ServeError]:
-        """Wait for the logits: a result each, or an error (`NonFiniteError` if not finite)."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        parts = self.logits.split([rows * width for rows, width in self.shapes])
-        return [
-            error or _interpret(item, part.view(shape))
-            for item, error, part, shape in zip(
-                self.inputs, self.errors, parts, self.shapes, strict=True
-            )
-        ]
-
-
 def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
     broken = NonFiniteError("the head's outputs are not finite")
     # A hidden state whose squares overflow in a norm becomes zero: see `sampler.finite_rows`.
@@ -126,8 +94,13 @@ def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
     return result
 
 
-def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
-    """Enqueue one matrix product for each distinct head; inputs that fail get errors."""
+def launch_heads(
+    inputs: Sequence[HeadRequest],
+) -> Callable[[], list[HeadResult | ServeError]]:
+    """Enqueue one matrix product for each distinct head; returns what waits for the results.
+
+    These are errors where an input fails, a `NonFiniteError` if its outputs are not finite.
+    """
     errors: list[ServeError | None] = [None] * len(inputs)
     floats: dict[int, torch.Tensor] = {}  # hidden states by id: several heads may read a pass
     spans: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of what heads read, likewise
@@ -136,13 +109,13 @@ def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
     for number, item in enumerate(inputs):
         try:
             visual = len(item.hidden) if item.head.reads_visual else 0
-            check_visual(item.head, visual, len(item.sizes))
+            if (misfit := item.head.misfit(visual, len(item.sizes))) is not None:
+                errors[number] = RequestError(misfit)
+                continue
             if id(item.hidden) not in floats:
                 floats[id(item.hidden)] = item.hidden.float()
             rows[number] = _rows(item, floats[id(item.hidden)])
             members.setdefault(id(item.head), []).append(number)
-        except RequestError as wrong:
-            errors[number] = wrong
         except Exception as wrong:  # a head of another package must not end the engine
             log.exception("pooling for a %s head", item.head.kind)
             errors[number] = ServeError(f"the {item.head.kind} head failed: {wrong}")
@@ -157,14 +130,25 @@ def launch_heads(inputs: Sequence[HeadRequest]) -> HeadLogits:
         if id(together) not in spans:
             low, high = torch.aminmax(together, dim=1, keepdim=True)  # NaN if any value is
             spans[id(together)] = together, high - low
+        # One more element of each row: how far apart the values are that the head read.
         raw = torch.cat([raw, spans[id(together)][1]], dim=1)
         counts = [len(rows[number]) for number in numbers]
         for number, part in zip(numbers, raw.split(counts), strict=True):
             parts[number] = part
     answered = [parts[number].reshape(-1) for number in sorted(rows)]
-    flat = torch.cat(answered) if answered else torch.empty(0)
-    flat, copied = to_host(flat)
-    return HeadLogits(inputs, errors, flat, [(len(p), p.shape[1]) for p in parts], copied)
+    flat, copied = to_host(torch.cat(answered) if answered else torch.empty(0))
+    shapes = [part.shape for part in parts]
+
+    def read() -> list[HeadResult | ServeError]:
+        if copied is not None:
+            copied.synchronize()
+        found = flat.split([shape.numel() for shape in shapes])
+        return [
+            error or _interpret(item, part.view(shape))
+            for item, error, part, shape in zip(inputs, errors, found, shapes, strict=True)
+        ]
+
+    return read
 
 
 def _rows(item: HeadRequest, hidden: torch.Tensor) -> torch.Tensor:

@@ -478,10 +478,6 @@ class ModelRunner(StepResources):
 
     # ------------------------------------------------------------------ images
 
-    def place(self, embeddings: Tensor) -> VisualFeatures:
-        """Return embeddings [tokens, width] in host memory as they stand in a prompt."""
-        return VisualFeatures(embeddings.to(self.device, self.lmm.dtype))
-
     def encode(
         self, visuals: Sequence[Visual], adapters: Sequence[int], merged: int = NONE
     ) -> list[VisualFeatures]:

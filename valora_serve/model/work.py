@@ -181,7 +181,7 @@ class GraphRecorder:
         self._pool = None
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class StepResources:
     """What eager and captured steps share."""
 

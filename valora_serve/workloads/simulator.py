@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -138,6 +137,7 @@ class _Adapters(Residency[Any]):
         del self.ends[entry.key]
 
 
+@dataclass(eq=False, repr=False)
 class Machine:
     """A simulated machine, whose clock is advanced from one arrival to the next.
 
@@ -145,19 +145,16 @@ class Machine:
     ([requests] float64) receive the times of the first tokens and at which requests end.
     """
 
-    def __init__(
-        self,
-        workload: Workload,
-        policy: BasePolicy,
-        cost: CostModel,
-        settings: SimSettings,
-        first: NDArray[np.float64],
-        end: NDArray[np.float64],
-        trace: DecisionTrace | None = None,
-    ) -> None:
-        self.workload, self.policy, self.cost = workload, policy, cost
-        self.settings, self.trace = settings, trace
-        self.first, self.end = first, end
+    workload: Workload
+    policy: BasePolicy
+    cost: CostModel
+    settings: SimSettings
+    first: NDArray[np.float64]
+    end: NDArray[np.float64]
+    trace: DecisionTrace | None = None
+
+    def __post_init__(self) -> None:
+        workload, settings = self.workload, self.settings
         self.ranks = dict(zip(workload.adapters, workload.ranks, strict=True))
         self.adapter_pages = {a: math.ceil(r * settings.rank_pages) for a, r in self.ranks.items()}
         self._check()
@@ -175,8 +172,6 @@ class Machine:
             pages = self.adapter_pages[name]
             packed = SimpleNamespace(content=name, rank=rank, pages=pages, bytes=0)
             self.adapters.add(name, packed)
-        self.asked: Counter[str] = Counter()  # unfinished requests by adapter
-        self.adapters.wanted = self.asked
         self.mode = Mode.UNMERGED
         self.merged: str | None = None
         self.steps = self.switches = self.aborted = self.preempted = 0
@@ -201,15 +196,13 @@ class Machine:
     def _enter(self, view: SimulatedRequest) -> None:
         self.views[view.id] = view
         if view.adapter is not None:
-            self.asked[view.adapter] += 1
+            self.adapters.wanted[view.adapter] += 1
         insort(self.queue, view, key=attrgetter("arrival"))
 
     def _leave(self, key: str) -> SimulatedRequest:
         view = self.views.pop(key)
         if view.adapter is not None:
-            self.asked[view.adapter] -= 1
-            if not self.asked[view.adapter]:
-                del self.asked[view.adapter]
+            self.adapters.unwant(view.adapter)
         if view.running:
             self._release(view)
         self.policy.finished(key)

@@ -63,7 +63,7 @@ def add_contexts(engine, count, tokens, position):
         )
         model = ServedModel(name, "domain", name, engine.lmm.base, form=PREFIX)
         targets.append(ResolvedModel(model, context=context))
-    engine.registry.register(Staged(None, tuple(targets), {}, Path("documents")), {}, {}, prefixes)
+    engine.registry.register((Staged(None, (*targets,), {}, Path("documents")), {}, {}, prefixes))
     engine.bench_buffers = made  # pinned as long as the engine lives
     return [target.model.name for target in targets]
 

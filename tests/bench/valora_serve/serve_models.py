@@ -236,7 +236,7 @@ def add_adapters(engine, count, ranks, distinct=16, seed=0, targets="attention")
         light = Adapter(Path(name), {}, rank, 1.0, parts, content, vision)
         model = ServedModel(name, "adapter", name, engine.lmm.base, name, rank=rank)
         staged = Staged(None, (ResolvedModel(model, light),), {content: light}, Path(name))
-        engine.registry.register(staged, {content: made[which]}, {}, {})
+        engine.registry.register((staged, {content: made[which]}, {}, {}))
         names.append(name)
     return names
 
@@ -262,4 +262,4 @@ def add_head(engine, name, adapter, labels, seed=0, grid=None):
     under = engine.store.resolve(adapter)
     model = ServedModel(name, "domain", name, adapter, adapter, facts["kind"], labels=labels)
     target = ResolvedModel(model, under.adapter, head.to(engine.device))
-    engine.registry.register(Staged(None, (target,), {}, Path(name)), {}, {}, {})
+    engine.registry.register((Staged(None, (target,), {}, Path(name)), {}, {}, {}))

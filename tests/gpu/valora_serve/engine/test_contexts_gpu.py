@@ -48,8 +48,8 @@ def read(engine, number, ids):
             late.adapter, context=context,
         ),
     )  # fmt: skip
-    engine.registry.register(Staged(None, targets[:1], {}, Path(name)), {}, {}, {content: packed})
-    engine.registry.register(Staged(None, targets[1:], {}, Path(name)), {}, {}, {content: packed})
+    engine.registry.register((Staged(None, targets[:1], {}, Path(name)), {}, {}, {content: packed}))
+    engine.registry.register((Staged(None, targets[1:], {}, Path(name)), {}, {}, {content: packed}))
     return name
 
 
@@ -69,7 +69,7 @@ def test_documents_answer_as_in_the_prompt(lmm, attention, policy):
     for target in (engine.store.resolve("adapter-0"),):
         late = replace(target.model, name="late", adapter="late", decode_only=True)
         staged = Staged(None, (ResolvedModel(late, target.adapter),), {}, Path("late"))
-        engine.registry.register(staged, {}, {}, {})
+        engine.registry.register((staged, {}, {}, {}))
     if attention == "flashinfer":
         engine.warm_up()
     random = np.random.default_rng(0)

@@ -42,7 +42,7 @@ def add_overflowing(engine):
     light = replace(adapter, modules={})
     model = ServedModel("bad", "adapter", "bad", engine.lmm.base, "bad", rank=8)
     staged = Staged(None, (ResolvedModel(model, light),), {light.content: light}, Path("bad"))
-    engine.registry.register(staged, {light.content: packed}, {light.content: "it overflows"}, {})
+    engine.registry.register((staged, {light.content: packed}, {light.content: "it overflows"}, {}))
 
 
 def make(lmm, backend, *, poison=None, **settings):

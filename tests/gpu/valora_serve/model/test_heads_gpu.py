@@ -27,7 +27,7 @@ def test_heads_launch_without_waiting(tmp_path):
         inputs.append(HeadRequest(head, states, [(30, 40)]))
     on_gpu = {id(head): head.to("cuda") for head in heads}
     there = [HeadRequest(on_gpu[id(item.head)], item.hidden.cuda(), item.sizes) for item in inputs]
-    launch_heads(there).read()  # the first call of a library may wait
+    launch_heads(there)()  # the first call of a library may wait
     torch.cuda.synchronize()
     torch.cuda._sleep(50_000_000)
     torch.cuda.set_sync_debug_mode("error")
@@ -36,7 +36,7 @@ def test_heads_launch_without_waiting(tmp_path):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not pending.copied.query()
-    for mine, expected in zip(pending.read(), launch_heads(inputs).read(), strict=True):
+    for mine, expected in zip(pending(), launch_heads(inputs)(), strict=True):
         torch.testing.assert_close(
             torch.from_numpy(mine.logits), torch.from_numpy(expected.logits), rtol=1e-4, atol=1e-4
         )

@@ -97,7 +97,7 @@ def test_what_is_replaced_while_a_request_is_prepared_is_prepared_again(
         if replacing:
             inner.registry.unregister("adapter", "a")
             if (folder := replacing.pop(0)) is not None:
-                inner.registry.register(*inner.registry.read(folder, "a"))
+                inner.registry.register(inner.registry.read(folder, "a"))
 
     async def body(engine):
         mine = question("mine", "a")

@@ -12,7 +12,7 @@ from valora_data.contract.heads import read_head
 from valora_data.contract.label_head import Pooling
 from valora_data.contract.results import HeadResult
 from valora_serve.errors import NonFiniteError, RequestError
-from valora_serve.model.heads import HeadRequest, check_visual, launch_heads
+from valora_serve.model.heads import HeadRequest, launch_heads
 
 WIDTH = 20
 GRID = (3, 4)
@@ -20,7 +20,7 @@ CELLS = 12
 
 
 def run_heads(inputs):
-    return launch_heads(inputs).read()
+    return launch_heads(inputs)()
 
 
 def hidden(tokens, seed, dtype=torch.float32):
@@ -63,9 +63,8 @@ def test_a_task_that_cannot_be_answered_hits_only_itself(tmp_path):
     assert all(said in str(error) for said, error in zip(wrong, errors, strict=True))
     np.testing.assert_array_equal(found.logits, run_heads([good])[0].logits)
     assert other.kind == "classification"
-    check_visual(head, 2 * CELLS, 2)
-    with pytest.raises(RequestError, match="3 × 4 cells"):
-        check_visual(head, 2 * CELLS, 1)
+    assert head.misfit(2 * CELLS, 2) is None
+    assert "3 × 4 cells" in head.misfit(2 * CELLS, 1)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, 0.0])

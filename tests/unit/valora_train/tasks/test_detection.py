@@ -246,7 +246,7 @@ def test_the_server_says_the_same(tmp_path, pooling):
     for row in range(5):
         hidden = read.visual[row] if served.reads_visual else read.last[row : row + 1]
         asked = [HeadRequest(served, hidden, places=read.places[row])]
-        (result,) = launch_heads(asked).read()
+        (result,) = launch_heads(asked)()
         said = [result.confidences[label] for label in LABELS]
         assert said == pytest.approx(ours[row].tolist(), abs=1e-5)
     again = LabelHeadModule.of(served)

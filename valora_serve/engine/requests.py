@@ -78,6 +78,7 @@ class Requests:
         if request.embed:
             head = prepared.head or EMBEDDING
         ids = list(prompt.ids)
+        self._check_tokens("prompt", ids)
         if head is not None:
             visual = sum(len(item.read) for item in prompt.visuals)
             if (misfit := head.misfit(visual, len(prompt.visuals))) is not None:
@@ -173,9 +174,16 @@ class Requests:
                 f"prompt_logprobs: the tokens of context {context.name} have none: ask for those "
                 "of the answer (logprobs)"
             )
+        self._check_tokens("logit_bias", [token for token, _ in sampling.logit_bias])
+
+    def _check_tokens(self, what: str, tokens: Collection[int]) -> None:
+        """Refuse tokens without an embedding, which tokenizers may have."""
         last = self._lmm.vocabulary - 1
-        if wrong := [token for token, _ in sampling.logit_bias if not 0 <= token <= last]:
-            raise RequestError(f"logit_bias: expected tokens 0 to {last}, got {wrong[0]}")
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token <= last:
+                word = self.tokenizer.added_tokens_decoder.get(token, "")
+                text = f"{what}: expected tokens 0 to {last}, got {token} {word}".rstrip()
+                raise RequestError(f"{text}: leave it out")
 
     def _pages(self, keys: Collection[str], prefix: str | None) -> tuple[int, int]:
         """Return the pages that a request's adapters and prefix take from keys and values."""

@@ -138,7 +138,7 @@ def prepare_prompt(
         raise RequestError("request: give one of messages, text and token_ids")
     inside = context is not None and context.form != ADAPTER
     if request.token_ids is not None:
-        return _within(model, _from_ids(model, request), context)
+        return _within(model, _from_ids(request), context)
     if request.text is not None:
         asked = model.plain.text(request.text) if request.embed else request.text
         found = _process(model, asked, request.images, request.videos, tail=inside)
@@ -200,16 +200,12 @@ def _within(model: BaseModel, tail: Prompt, context: Context | None) -> Prompt:
     return Prompt(ids, visuals, positions, tail.delta + shift - start, given, memory)
 
 
-def _from_ids(model: BaseModel, request: Request) -> Prompt:
+def _from_ids(request: Request) -> Prompt:
     if request.images or request.videos:
         raise RequestError("token_ids: images need text or messages")
     ids = [int(i) for i in request.token_ids or ()]
     if not ids:
         raise RequestError("token_ids: expected at least one token, got none")
-    vocabulary = model.vocabulary  # looked up once: a module's attributes are slow
-    wrong = next((i for i in ids if not 0 <= i < vocabulary), None)
-    if wrong is not None:
-        raise RequestError(f"token_ids: expected 0 to {vocabulary - 1}, got {wrong}")
     return Prompt(ids)
 
 

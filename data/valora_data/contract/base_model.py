@@ -15,7 +15,7 @@ from valora_data.errors import BundleError, ValoraError
 from valora_data.hashing import file_hash, hash_files
 from valora_data.models.base import IMAGE, PIXELS, VIDEO, Architecture
 from valora_data.models.registry import architecture_of, family_of
-from valora_data.wording import first_line
+from valora_data.wording import first_line, plural
 
 if TYPE_CHECKING:
     import torch
@@ -118,11 +118,15 @@ def load_model(
         processor = family.load_processor(source)
         if quantize is not None:
             options |= quantized.loading_options(base, source, dtype, device)
-        model: Any = (read or family.load_model)(source, dtype=dtype, **options)
+        read = read or family.auto_class().from_pretrained
+        model, found = read(source, dtype=dtype, output_loading_info=True, **options)
     except ValoraError:
         raise
     except Exception as error:  # of a damaged file, libraries raise whatever they trip over
         raise BundleError(f"cannot load base model {base}: {first_line(error)}") from error
+    if absent := sorted(found["missing_keys"]):  # transformers would draw them at random
+        text = f"base model {base} lacks {plural(len(absent), 'weight')} of its architecture"
+        raise BundleError(f"{text}, such as {absent[0]}: name a complete model")
     if family.takes_images:
         check_image_token(base, model.config, processor)
     if quantize is not None:
@@ -292,7 +296,7 @@ class BaseModel:
         self.block = family.block(self.config)
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = [*(ends if isinstance(ends, list) else [ends]), self.tokenizer.eos_token_id]
-        self.stop_ids = frozenset(int(token) for token in ends if token is not None)
+        self.stop_ids = frozenset(token for token in ends if token in range(self.vocabulary))
         # What stands for an image, or a video, in a prompt before it is processed.
         self.placeholders = {
             kind: str(

@@ -84,10 +84,6 @@ class Architecture:
 
         return AutoProcessor.from_pretrained(source)
 
-    def load_model(self, source: str, **options: Any) -> Any:
-        """Load the model with these options of transformers' ``from_pretrained``."""
-        return self.auto_class().from_pretrained(source, **options)
-
     def auto_class(self) -> Any:
         """Return transformers' class of the name `auto`."""
         import transformers

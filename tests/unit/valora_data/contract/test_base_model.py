@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.support.cases import others_slow
 from tests.support.engine_reference import add_requests, ask, make_engine, noise
@@ -181,6 +181,7 @@ def test_a_damaged_base_model_is_told_in_one_sentence(random_llava, tmp_path, fi
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "has attn_logit_softcapping, which is"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
          r"length of the prompt \(rope_type dynamic\)"),
+        ("llama", {"num_hidden_layers": 3}, "lacks 9 weights of its architecture, such as model.l"),
         ("llama", {"model_type": "gemma2"}, "'gemma2', which is not one of gemma3, gemma3_text, "),
     ],
 )  # fmt: skip
@@ -230,6 +231,16 @@ def test_language_models_without_a_template_complete_texts(tmp_path):
     assert prepare_prompt(model, Request("x", text="Once upon a time")).ids
     with pytest.raises(RequestError, match="has no chat template: use the model's instruct"):
         prepare_prompt(model, Request("x", messages=ask("Who?")))
+
+
+def test_tokens_without_an_embedding_are_refused(tmp_path):
+    """As `<image_soft_token>` of Gemma 3 1B: the engine would end at it."""
+    base = TEXT_CHECKPOINTS["qwen3"](tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["<none>"])
+    tokenizer.save_pretrained(base)
+    with pytest.raises(RequestError, match=rf"to {len(tokenizer) - 2}, got .* <none>: leave it"):
+        add_requests(make_engine(str(base)), Request("x", text="a <none> b"))
 
 
 # QLoRA (Dettmers et al., 2023), appendix E.

@@ -49,7 +49,7 @@ def test_prompts_that_do_not_fit(base, reference):
         (TooLongError, r"pages.*fewer tokens", question("large", tokens=28)),
         (RequestError, "max_tokens: expected at least 1", question("none", tokens=0)),
         (RequestError, "at least one token", replace(question("empty"), token_ids=[])),
-        (RequestError, "expected 0 to", replace(question("wrong"), token_ids=[10**6])),
+        (RequestError, "expected tokens 0 to", replace(question("wrong"), token_ids=[10**6])),
         (RequestError, "nothing is asked", Request("nothing")),
         (RequestError, "names 1 images, but 0", Request("x", messages=ask("Look", images=1))),
         (RequestError, "", Request("x", messages=ask("Look"), images=[picture])),

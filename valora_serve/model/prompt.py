@@ -141,7 +141,7 @@ def prepare_prompt(
         return _within(model, _from_ids(request), context)
     if request.text is not None:
         asked = model.plain.text(request.text) if request.embed else request.text
-        found = _process(model, asked, request.images, request.videos, tail=inside)
+        found = _process(model, asked, request.images, request.videos, special=not inside)
         return _within(model, found, context)
     messages = request.messages
     if messages is None:
@@ -174,7 +174,8 @@ def prepare_prompt(
             text = model.render([system_turn(""), *messages])
     except Exception as error:
         raise RequestError(f"messages do not fit the chat template: {error}") from error
-    return _within(model, _process(model, text, images, videos, tail=inside), context)
+    special = False if inside else None
+    return _within(model, _process(model, text, images, videos, special=special), context)
 
 
 def _within(model: BaseModel, tail: Prompt, context: Context | None) -> Prompt:
@@ -215,10 +216,9 @@ def _process(
     images: Sequence[Image],
     videos: Sequence[Sequence[Image]],
     *,
-    tail: bool = False,
+    special: bool | None,
 ) -> Prompt:
-    """Return the prompt of a text; a `tail` gets no beginning-of-sequence token."""
-    special = False if tail else None
+    """Return the prompt of a text; `special` is `BaseModel.tokenize`'s."""
     _check_placeholders(model, IMAGE, text, len(images))
     _check_placeholders(model, VIDEO, text, len(videos))
     if not (images or videos):

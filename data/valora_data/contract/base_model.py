@@ -248,11 +248,8 @@ def _check_attention(base: str, text: Any) -> None:
             why = f"turns positions by the length of the prompt (rope_type {rope})"
             text = f"base model {base} {why}: use another model, or one with a fixed scaling"
             raise BundleError(text)
-    for name in (
-        "use_bidirectional_attention",
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-    ):
+    names = "use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping"
+    for name in names:
         if getattr(text, name, None):
             raise BundleError(f"base model {base} has {name}, which is not served: use another")
 
@@ -343,7 +340,7 @@ class BaseModel:
         return self.architecture.render(self.processor, turns, generate)
 
     def tokenize(self, text: str, *, special: bool | None = None) -> list[int]:
-        """Token ids of a prompt without media; `special` None: a first token unless it is there."""
+        """Token ids of a prompt without media; `special` None: of a rendered one."""
         ids = self.tokenizer(text, add_special_tokens=self._special(text, special))["input_ids"]
         return [int(i) for i in ids]
 
@@ -397,7 +394,9 @@ class BaseModel:
 
     def _special(self, text: str, wanted: bool | None) -> bool:
         bos = self.tokenizer.bos_token
-        return not (bos and text.startswith(bos)) if wanted is None else wanted
+        if wanted is None:  # templates write it, but for some of models that take images
+            wanted = self.takes_images
+        return wanted and not (bos and text.startswith(bos))
 
     def visual_features(
         self, batch: Sequence[Mapping[str, Tensor]]

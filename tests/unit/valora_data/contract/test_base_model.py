@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from PIL import Image
+from tokenizers import processors
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.support.cases import others_slow
@@ -31,6 +32,12 @@ FAST = ("llava", "llava_next", "qwen2_5_vl", "internvl", "idefics3")
 
 def loaded(base):
     return BaseModel(str(base), *load_model(str(base), torch.float32))
+
+
+def rewritten(base, name="config.json", **changed):
+    file = base / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    return base
 
 
 def resized(model, width, height):
@@ -149,10 +156,8 @@ def test_what_is_no_base_model_of_images(random_llava, tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, r"quantised form already \(awq\)"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantised form already \(gptq\)"),
     ):
-        described = json.loads((random_llava / "config.json").read_text())
-        (split / "config.json").write_text(json.dumps(described | changed))
         with pytest.raises(BundleError, match=said):
-            load_model(str(split), torch.float32, plain=True)
+            load_model(str(rewritten(split, **changed)), torch.float32, plain=True)
     with pytest.raises(BundleError, match="has no image token, so it takes no images"):
         check_image_token("words", config, SimpleNamespace(tokenizer=None))
 
@@ -186,11 +191,8 @@ def test_a_damaged_base_model_is_told_in_one_sentence(random_llava, tmp_path, fi
     ],
 )  # fmt: skip
 def test_language_models_that_would_get_wrong_logits(family, changed, said, tmp_path):
-    base = TEXT_CHECKPOINTS[family](tmp_path)
-    file = base / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     with pytest.raises(BundleError, match=said):
-        loaded(base)
+        loaded(rewritten(TEXT_CHECKPOINTS[family](tmp_path), **changed))
 
 
 @pytest.mark.parametrize(
@@ -204,22 +206,16 @@ def test_language_models_that_would_get_wrong_logits(family, changed, said, tmp_
     ],
 )
 def test_models_with_windows_are_served_up_to_them(family, changed, window, tmp_path):
-    base = TEXT_CHECKPOINTS[family](tmp_path)
-    file = base / "config.json"
-    described = json.loads(file.read_text()) | changed
-    if family == "qwen2":
-        described.pop("layer_types", None)  # of its windows before
-    file.write_text(json.dumps(described))
-    model = loaded(base)
+    # Layer types that follow from the windows are of those before.
+    more = {"layer_types": None} if family == "qwen2" else {}
+    model = loaded(rewritten(TEXT_CHECKPOINTS[family](tmp_path), **changed, **more))
     assert (model.window, model.context_length) == (window, window or 1024)
 
 
 def test_crops_beside_gemma_images_are_refused(tmp_path):
-    base = CHECKPOINTS["gemma3"](tmp_path)
-    file = base / "processor_config.json"
-    described = json.loads(file.read_text())
-    described["image_processor"]["do_pan_and_scan"] = True
-    file.write_text(json.dumps(described))
+    base, name = CHECKPOINTS["gemma3"](tmp_path), "processor_config.json"
+    described = json.loads((base / name).read_text())["image_processor"]
+    rewritten(base, name, image_processor=described | {"do_pan_and_scan": True})
     with pytest.raises(BundleError, match=r"adds crops to images \(do_pan_and_scan\), which is"):
         loaded(base)
 
@@ -233,14 +229,26 @@ def test_language_models_without_a_template_complete_texts(tmp_path):
         prepare_prompt(model, Request("x", messages=ask("Who?")))
 
 
-def test_tokens_without_an_embedding_are_refused(tmp_path):
-    """As `<image_soft_token>` of Gemma 3 1B: the engine would end at it."""
-    base = TEXT_CHECKPOINTS["qwen3"](tmp_path)
+def test_tokenizers_that_add_tokens(tmp_path):
+    """As transformers has them: around texts (Qwen3-Embedding), and none around chats.
+
+    Those without an embedding (`<image_soft_token>` of Gemma 3 1B) would end the engine.
+    """
+    base, asked = TEXT_CHECKPOINTS["qwen3"](tmp_path), [{"role": "user", "content": "Who?"}]
     tokenizer = AutoTokenizer.from_pretrained(base)
+    ends = dict(zip(("<|im_start|>", "<|im_end|>"), (3, 5), strict=True))
+    around = processors.TemplateProcessing("<|im_start|> $A <|im_end|>", None, [*ends.items()])
+    tokenizer.backend_tokenizer.post_processor = around
     tokenizer.add_tokens(["<none>"])
     tokenizer.save_pretrained(base)
+    engine = make_engine(str(base))
+    wanted = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+    assert engine.prepare(Request("x", messages=asked)).prompt.ids == wanted
+    wanted = tokenizer("Who?")["input_ids"]
+    assert (wanted[0], wanted[-1]) == (3, 5)
+    assert engine.prepare(Request("x", text="Who?")).prompt.ids == wanted
     with pytest.raises(RequestError, match=rf"to {len(tokenizer) - 2}, got .* <none>: leave it"):
-        add_requests(make_engine(str(base)), Request("x", text="a <none> b"))
+        add_requests(engine, Request("x", text="a <none> b"))
 
 
 # QLoRA (Dettmers et al., 2023), appendix E.
@@ -291,9 +299,9 @@ def test_what_cannot_be_rounded_is_refused(family, tmp_path, monkeypatch):
             loading_options("this", str(folder), torch.float32, device)
 
     refused("on device vulkan: use one of cpu", "vulkan")
-    described = json.loads((family / "config.json").read_text())
-    described["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    (tmp_path / "config.json").write_text(json.dumps(described))
+    shutil.copy(family / "config.json", tmp_path)
+    method = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    rewritten(tmp_path, quantization_config=method)
     refused(r"saved in a quantised form already \(bitsandbytes\)", folder=tmp_path)
     monkeypatch.setattr(quantized, "is_installed", lambda: False)
     refused(r"needs the package bitsandbytes: pip install 'valora\[quantize\]'")

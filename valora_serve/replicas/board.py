@@ -77,9 +77,8 @@ class Board:
         if self._holder != replica:  # the board has started anew, perhaps after it recorded this
             return None if state == self._state else StoppedError("The board is new: ask again")
         async with self._changing:
-            error = await self._follow(state)
             try:
-                if error is None and self._file:
+                if (error := await self._follow(state)) is None and self._file:
                     self._file.publish(self._file.draft(state))
             except OSError as failure:
                 error = failure

@@ -73,10 +73,9 @@ async def keep_fronts(
     count: int, sockets: list[socket.socket], plan: tuple[Any, ...],
     tell: Callable[[], Awaitable[None]], announce: Callable[[], None] | None,
 ) -> None:  # fmt: skip
-    """Run fronts on the sockets until SIGTERM or SIGINT; one that dies starts again.
+    """Run fronts until SIGTERM or SIGINT; one that dies starts again. Once all answer, `announce`.
 
     `plan` has the arguments of `front.serve`: the file that `tell` writes, and those of a `Front`.
-    Once all fronts answer, `announce` is called.
     """
     stop, numbers = asyncio.Event(), [one.fileno() for one in sockets]
     for ends_it in (signal.SIGTERM, signal.SIGINT):
@@ -139,7 +138,7 @@ def join(address: str | None) -> Any:
             socket.create_connection((host.strip("[]"), int(port)), REACH_SECONDS).close()
         return ray.init(**options, namespace=NAMESPACE, logging_level=logging.ERROR)
     except Exception as error:
-        reason = _line(error).rstrip(".:")[:300] or type(error).__name__
+        reason = " ".join(str(error).split()).rstrip(".:")[:300] or type(error).__name__
         raise SettingsError(
             f"Ray cannot be started on this machine ({reason}): see {LOGS}"
             if address is None
@@ -226,18 +225,13 @@ async def deploy(
 
 def _why(message: str) -> str:
     """Return the sentence of ours in a traceback of Ray Serve, or its own last line."""
-    said = re.findall(r"^([\w.]+): (.+)$", message, re.MULTILINE)
-    if ours := [text for name, text in said if name.startswith("valora_")]:
+    if ours := re.findall(r"^valora_[\w.]+: (.+)$", message, re.MULTILINE):
         return str(ours[-1])
-    reason = ": ".join(said[-1]) if said else _line(message)[-300:]
+    *_, reason = message, *re.findall(r"^[\w.]+: .+$", message, re.MULTILINE)
     return (
-        f"the replicas did not start ({reason[:300]}): see {LOGS}, free the GPUs and cores of the "
-        "Ray cluster, or raise start_seconds"
+        f"the replicas did not start ({' '.join(reason.split())[-300:]}): see {LOGS}, free the "
+        "GPUs and cores of the Ray cluster, or raise start_seconds"
     )
-
-
-def _line(text: object) -> str:
-    return " ".join(str(text).split())
 
 
 def _delete(application: str) -> None:

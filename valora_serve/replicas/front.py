@@ -1,7 +1,4 @@
-"""A front: a process with the public port that passes requests to replicas, and answers back.
-
-`python -m valora_serve.replicas.front` is started by `cluster.keep_fronts`.
-"""
+"""A front: a process with the public port, started by `keep_fronts`, that asks the replicas."""
 
 from __future__ import annotations
 
@@ -30,9 +27,9 @@ from valora_serve.replicas.settings import ReplicaSettings
 from valora_serve.routing import ROUTERS, ReplicaState
 from valora_serve.server.access.guard import Rules
 from valora_serve.server.access.keys import KeyRing
+from valora_serve.server.api.common import end_stream
 from valora_serve.server.app import make_server
 from valora_serve.server.bodies import LARGE_BYTES, Bodies
-from valora_serve.server.errors import error_body
 from valora_serve.server.gather import until_disconnect
 from valora_serve.server.middleware import SECURE, Middleware
 from valora_serve.server.settings import ServerSettings
@@ -45,13 +42,11 @@ IDENTITY = "x-request-id"
 LENGTH = "content-length"
 NONE = "No replica answers now: ask again in a moment"
 JOIN_SECONDS = 8.0  # for a replica's part of a page of all; Prometheus waits 10
-# Headers that are not passed on: those of one connection, and ours of requests and of answers.
-_HOP = {
-    "connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding",
-    "upgrade", "expect", LENGTH,
+# Headers that are not passed on, in either direction: those of one connection, and ours.
+_OWN = {
+    "connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade",
+    "expect", "date", LENGTH, FRONT, MODEL, IDENTITY, *(key.decode() for key, _ in SECURE),
 }  # fmt: skip
-_NOT_TO = {*_HOP, FRONT, MODEL, IDENTITY}
-_NOT_BACK = {*_HOP, FRONT, IDENTITY, "date", *(key.decode() for key, _ in SECURE)}
 _NAMED = re.compile(rb'(?<!\\)"(?:model|domains)"\s*+:[\s\[]*+("(?:[^"\\]|\\.){0,512}")')
 _VISION = re.compile(r"/v1/vision/(.+)")
 # Requests that all replicas are asked, as each knows or has a part.
@@ -132,7 +127,7 @@ class Front:
         scope = request.scope
         told = {name: scope.get(name) for name in ("client", "server", "scheme")}
         told["state"] = {"counts": counts, "facts": {}}
-        headers = [pair for pair in request.headers.items() if pair[0] not in _NOT_TO]
+        headers = [pair for pair in request.headers.items() if pair[0] not in _OWN]
         headers.append((FRONT, f"{one.report.secret} {json.dumps(told)}"))
         headers.append((IDENTITY, str(logs.request_id.get())))
         # Never without the slash: behind a port, `@host` would name another host.
@@ -157,11 +152,9 @@ class Front:
             logs.LOG.warning("replica %s died while it answered: %s", one.id, error)
             if "event-stream" not in answer.headers.get("content-type", ""):
                 return  # uvicorn closes the connection, as the answer is not complete
-            died = error_body(StoppedError(
-                "The replica that answered has died, after a part of the answer was sent: ask again"
-            ))  # fmt: skip
-            last = f"\n\ndata: {json.dumps({'error': died})}\n\ndata: [DONE]\n\n"
-            await send({"type": "http.response.body", "body": last.encode()})
+            await send({"type": "http.response.body", "body": b"\n\n", "more_body": True})
+            text = "The replica that answered has died, after a part of the answer was sent"
+            await end_stream(send, StoppedError(f"{text}: ask again"))
 
     async def _ask_all(self, request: Request, body: bytes, asked: str, send: Send) -> None:
         """Answer with what all replicas say, as one, or with what one of them refuses with."""
@@ -195,7 +188,7 @@ def _start(one: Replica, answer: Any, request: Request, length: str | None) -> d
         one.load, facts = json.loads(told)
         request.state.facts |= facts
         one.told = True
-    headers = [pair for pair in answer.raw_headers if pair[0].decode().lower() not in _NOT_BACK]
+    headers = [pair for pair in answer.raw_headers if pair[0].decode().lower() not in _OWN]
     headers += [(LENGTH.encode(), length.encode())] if length else []
     return {"type": "http.response.start", "status": answer.status, "headers": headers}
 

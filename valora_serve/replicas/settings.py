@@ -8,9 +8,8 @@ from typing import Annotated
 from pydantic import Field
 
 from valora_serve.routing import ROUTERS, RouterSettings
-from valora_serve.server.settings import NotNegative, Seconds
+from valora_serve.server.settings import Count, NotNegative, Seconds
 
-Count = Annotated[int, Field(ge=1)]
 Positive = Annotated[float, Field(gt=0)]
 
 

@@ -223,7 +223,7 @@ class EventStream(Response):
             try:
                 await until_disconnect(receive, self._stream(send))
             except asyncio.CancelledError:  # as uvicorn does with what runs after the drain
-                await _end(send, DrainingError(DRAINED))
+                await end_stream(send, DrainingError(DRAINED))
 
     async def _stream(self, send: Send) -> None:
         failed, start = None, {"status": 200, "headers": self.raw_headers}
@@ -235,10 +235,11 @@ class EventStream(Response):
                     await send(_body(event))
             except ServeError as error:
                 failed = error
-        await _end(send, failed)
+        await end_stream(send, failed)
 
 
-async def _end(send: Send, error: ServeError | None) -> None:
+async def end_stream(send: Send, error: ServeError | None) -> None:
+    """End a stream of events, with an error as the last one if there is one."""
     if error is not None:
         logs.LOG.warning("%s", error)
         await send(_body({"error": error_body(error)}))

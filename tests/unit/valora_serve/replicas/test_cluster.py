@@ -117,7 +117,7 @@ def test_an_application_that_ray_does_not_know_in_time_has_not_begun(monkeypatch
         ("", ReplicaSettings()),
         ("--replicas 3 --max-replicas 5 --router least --ray-address head:6379",
          ReplicaSettings(3, max_replicas=5, router="least", ray_address="head:6379")),
-        ("--replicas 0", "should be greater than or equal to 1"),
+        ("--replicas 0", "should be greater than 0"),
         ("--replicas two", "replicas cannot be 'two'"),
         ("--max-replicas 2", "name their number with replicas"),
         ("--replicas 3 --max-replicas 2", "max_replicas is less than 3"),

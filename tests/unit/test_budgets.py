@@ -11,10 +11,10 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_783,
-    "data/valora_data": 9_355,
+    "data/valora_data": 9_354,
     "teachers/valora_teachers": 1_614,
     "kernels/valora_kernels": 3_762,
-    "valora_serve": 25_201,
+    "valora_serve": 25_191,
     "tests/*/valora_train": 7_130,
     "tests/*/valora_data": 3_573,
     "tests/*/valora_teachers": 1_142,

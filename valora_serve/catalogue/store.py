@@ -106,8 +106,8 @@ class Store:
         self._quantize, self._config = quantize, config
         self._base_hash: str | None = None
         media = None if {*targets.parts.values()} - {ModelPart.LANGUAGE} else "text"
-        listed = ServedModel(base, "base", root=base, media=media, loaded_at=time.time())
-        self._base = ResolvedModel(listed)
+        now, short = time.time(), self.base_name
+        self._base = ResolvedModel(ServedModel(short, "base", base, media=media, loaded_at=now))
         self._named: dict[str, ResolvedModel] = {}
 
     def base_hash(self) -> str:
@@ -190,7 +190,7 @@ class Store:
                 "base model: load it without decode_only"
             )
         model = ServedModel(
-            name, "adapter", str(folder), parent=self.base, adapter=name, rank=adapter.rank,
+            name, "adapter", str(folder), parent=self.base_name, adapter=name, rank=adapter.rank,
             head=None if head is None else head.kind, labels=() if head is None else head.labels,
             decode_only=decode_only, encodes=None if encoder is None else len(encoder.queries),
         )  # fmt: skip

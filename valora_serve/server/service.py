@@ -62,8 +62,7 @@ class Service:
     def refresh(self) -> None:
         """Update the models that requests can name, after a load or an unload."""
         base, *others = self.engine.models()  # of which there may be thousands
-        short = replace(base, name=last_part(base.name))
-        found = {short.name: short, **{one.name: one for one in others}, base.name: short}
+        found = {one.name: one for one in (base, *others)} | {self.engine.base: base}
         self._models = {name: found[name] for name in found if name not in self._hidden}
 
     async def changed(self, change: Coroutine[Any, Any, T]) -> T:
@@ -191,7 +190,7 @@ class Service:
             if isinstance(output.error, UnknownModelError):  # which lists all names
                 raise UnknownModelError(f"{name} was unloaded: name one of /v1/models")
             if output.finish in (Finish.ERROR, Finish.CANCELLED):
-                raise self._told(output.error)
+                raise output.error or CancelledRequestError("The request was cancelled")
             if constraint is not None:
                 text += output.text
                 if output.finish is Finish.STOP:
@@ -212,13 +211,6 @@ class Service:
                     raise StoppedError("The engine stopped while it answered: try again")
         finally:
             ticket.leave(last.times if last is not None else None)
-
-    def _told(self, error: ServeError | None) -> ServeError:
-        """An error of the engine, which names the base model without this machine's folders."""
-        base = self.engine.base
-        if error is not None and base in str(error):
-            error.args = (str(error).replace(base, last_part(base)),)
-        return error or CancelledRequestError("The request was cancelled")
 
     def _sent(self, ticket: Ticket, request: Request) -> Request:
         """A request as the engine gets it: with client, arrival and whom it shares caches with."""
@@ -248,12 +240,6 @@ class Service:
         except ServeError as error:
             return error
         return joined(outputs)
-
-
-def without_folder(model: ServedModel) -> ServedModel:
-    """A model as clients see it: named without folders of this machine, which nobody needs."""
-    parent = model.parent and last_part(model.parent)
-    return replace(model, name=last_part(model.name), root=last_part(model.root), parent=parent)
 
 
 def last_part(name: str) -> str:

@@ -21,7 +21,7 @@ from valora_serve.server.api.requests import check_text
 from valora_serve.server.api.schema import Body, Done, Listed, Text, fields_of, optional
 from valora_serve.server.context import ServerContext
 from valora_serve.server.loading.golden import IMAGE_BYTES, Example, TeacherAnswer, read_examples
-from valora_serve.server.service import last_part, without_folder
+from valora_serve.server.service import last_part
 from valora_serve.server.telemetry.metrics import adapter_states
 from valora_serve.types import NewContext, ServedModel
 
@@ -80,6 +80,7 @@ class ModelCard(_Served):  # type: ignore[misc]
     object: Literal["model"] = "model"
     created: Annotated[int, BeforeValidator(int)] = Field(validation_alias="loaded_at")
     owned_by: str = "valora"
+    root: Annotated[str, AfterValidator(last_part)]  # without folders of this machine
     kind: Literal["base", "adapter", "domain"]
     state: Literal["disk", "host", "device"] | None = optional(
         "where an adapter is; those on disk are read when they are named"
@@ -111,7 +112,7 @@ def router(context: ServerContext) -> APIRouter:
 
     def card(model: ServedModel, **more: Any) -> ModelCard:
         found = {"max_model_len": engine.context_length, **more}
-        made: ModelCard = ModelCard.model_validate(without_folder(model)).model_copy(update=found)
+        made: ModelCard = ModelCard.model_validate(model).model_copy(update=found)
         return made
 
     def cards_of(models: Sequence[ServedModel]) -> list[ModelCard]:
@@ -128,7 +129,7 @@ def router(context: ServerContext) -> APIRouter:
     def on_disk() -> list[ModelCard]:
         """Cards of the adapters that the next request that names them loads from the cache."""
         found = [] if loader is None else loader.waiting()
-        facts: dict[str, Any] = {"parent": engine.base, "loaded_at": time.time()}
+        facts: dict[str, Any] = {"parent": last_part(engine.base), "loaded_at": time.time()}
         return [
             card(
                 ServedModel(one.name, "adapter", one.name, adapter=one.name, **facts),
@@ -206,7 +207,7 @@ class ContextRequest(Body):
 class ContextCard(BaseModel, from_attributes=True):
     """A context: a document that requests can ask about without sending it."""
 
-    id: Annotated[str, AfterValidator(last_part)] = Field(validation_alias="name")
+    id: str = Field(validation_alias="name")
     object: Literal["context"] = "context"
     created: Annotated[int, BeforeValidator(int)] = Field(validation_alias="loaded_at")
     form: str = Field(description="prefix, memory_tokens or adapter")

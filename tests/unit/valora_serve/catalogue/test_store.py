@@ -82,7 +82,7 @@ def rewrite(folder, change):
 
 def test_a_bundle_brings_adapters_and_domains(store, bundle, base, targets):
     served = store.commit(store.stage_bundle(bundle))
-    assert names(store) == [base, "sample/adapter-1", "sample/adapter-2", *DOMAINS]
+    assert names(store) == [store.base_name, "sample/adapter-1", "sample/adapter-2", *DOMAINS]
     assert [model.name for model in served] == names(store)[1:]
     adapters = {name: read_adapter(bundle / "adapters" / name, targets) for name in ADAPTERS}
     assert contents(store) == {adapter.content for adapter in adapters.values()}
@@ -101,7 +101,12 @@ def test_a_bundle_brings_adapters_and_domains(store, bundle, base, targets):
         assert not target.adapter.modules  # the matrices are the memory's business
     assert store.resolve("plates").head.threshold == pytest.approx(0.2)
     by = store.resolve("sample/adapter-2").model
-    assert (by.kind, by.parent, by.head, by.bundle) == ("adapter", base, None, "sample@1")
+    assert (by.kind, by.parent, by.head, by.bundle) == (
+        "adapter",
+        store.base_name,
+        None,
+        "sample@1",
+    )
     assert bundles(store) == {"sample@1"}
 
 
@@ -109,14 +114,14 @@ def test_a_domain_without_an_adapter_is_answered_by_the_base_model(store, base, 
     spec = DomainSpec(None, "classification", ["a", "b"], prompt="which?")
     folder = make_bundle(tmp_path / "bare", base, name="bare", domains={"bare": spec}, adapters={})
     store.commit(store.stage_bundle(folder))
-    assert names(store) == [base, "bare"]  # a bundle may have no adapter at all
-    target = store.resolve("bare")
+    assert names(store) == [store.base_name, "bare"]  # a bundle may have no adapter at all
+    target, short = store.resolve("bare"), store.base_name
     assert target.adapter is None
     assert target.head.labels == ("a", "b")
-    assert (target.model.parent, target.model.adapter, target.model.rank) == (base, None, None)
+    assert (target.model.parent, target.model.adapter, target.model.rank) == (short, None, None)
     assert (target.model.bundle, target.model.loaded_at > 0) == ("bare@1", True)
     store.unregister("bundle", "bare")
-    assert names(store) == [base]
+    assert names(store) == [store.base_name]
     empty = make_bundle(tmp_path / "empty", base, name="empty", domains={}, adapters={})
     with pytest.raises(AdapterError, match="holds no domain"):
         store.stage_bundle(empty)
@@ -127,7 +132,11 @@ def test_a_plain_adapter_comes_is_replaced_and_goes(store, base, tmp_path):
     second = make_adapter(tmp_path / "b", base, seed=2, rank=8)
     store.commit(store.stage_adapter("mine", first))
     before = store.resolve("mine")
-    assert (before.model.kind, before.model.parent, before.model.rank) == ("adapter", base, 4)
+    assert (before.model.kind, before.model.parent, before.model.rank) == (
+        "adapter",
+        store.base_name,
+        4,
+    )
     store.commit(store.stage_adapter("other", first))
     assert len(contents(store)) == 1
     store.commit(store.stage_adapter("mine", second))
@@ -136,7 +145,7 @@ def test_a_plain_adapter_comes_is_replaced_and_goes(store, base, tmp_path):
     assert before.model.rank == 4
     assert len(contents(store)) == 2
     store.unregister("adapter", "mine")
-    assert names(store) == [base, "other"]
+    assert names(store) == [store.base_name, "other"]
     with pytest.raises(UnknownModelError, match=r"no adapter is named mine.*other"):
         store.unregister("adapter", "mine")
 
@@ -148,7 +157,7 @@ def test_a_bundle_is_replaced_and_goes_as_a_whole(store, bundle, base, tmp_path)
     newer = make_bundle(tmp_path / "newer", base, version=2, domains=fewer, seed=5,
                         adapters={"adapter-1": {"rank": 4}})  # fmt: skip
     store.commit(store.stage_bundle(newer))
-    assert names(store) == [base, "sample/adapter-1", "plates"]
+    assert names(store) == [store.base_name, "sample/adapter-1", "plates"]
     assert store.resolve("plates").model.bundle == "sample@2"
     assert store.resolve("plates").adapter.content != old.adapter.content
     with pytest.raises(BusyError, match="adapter sample/adapter-1 belongs to bundle sample"):
@@ -156,7 +165,7 @@ def test_a_bundle_is_replaced_and_goes_as_a_whole(store, bundle, base, tmp_path)
     with pytest.raises(UnknownModelError, match="no bundle is named sample@1"):
         store.unregister("bundle", "sample@1")
     store.unregister("bundle", "sample@2")
-    assert names(store) == [base] and not bundles(store) and not contents(store)
+    assert names(store) == [store.base_name] and not bundles(store) and not contents(store)
     with pytest.raises(UnknownModelError, match="no bundle is named sample"):
         store.unregister("bundle", "sample")
 
@@ -197,7 +206,7 @@ def test_changed_files_are_refused(store, copied, base):
             store.stage_bundle(copied)
         place.write_bytes(whole)
     store.stage_bundle(copied)
-    assert names(store) == [base]
+    assert names(store) == [store.base_name]
 
 
 def drop_sha(name):

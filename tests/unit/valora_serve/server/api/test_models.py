@@ -12,7 +12,7 @@ from tests.support.http_helpers import ADMIN, PNG, adapter, entry, loading, refu
 from valora_serve.server.api import models
 from valora_serve.server.loading.served_set import ServedSet
 from valora_serve.server.loading.state_file import StateFile
-from valora_serve.server.service import without_folder
+from valora_serve.server.telemetry.metrics import adapter_states
 from valora_serve.types import NewContext
 
 
@@ -31,11 +31,11 @@ def test_the_list_of_models_is_made_off_the_event_loop(monkeypatch):
     """There may be thousands of adapters."""
     threads = set()
 
-    def told(model):
+    def told(*found):
         threads.add(threading.current_thread().name)
-        return without_folder(model)
+        return adapter_states(*found)
 
-    monkeypatch.setattr(models, "without_folder", told)
+    monkeypatch.setattr(models, "adapter_states", told)
     with serving() as server:
         found = server.client.get("/v1/models").json()
         assert [one["id"] for one in found["data"]] == [one.name for one in server.engine.models()]

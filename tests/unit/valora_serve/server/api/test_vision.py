@@ -8,7 +8,7 @@ import pytest
 from tests.support.fake_engine import BASE, CAPTION, PERSON, FakeEngine
 from tests.support.http_helpers import PNG, PNG_URL, data_url, encoded, picture, refused, serving
 from tests.support.videos import video_file
-from valora_serve.errors import DeadlineError, RequestError, UnknownModelError
+from valora_serve.errors import DeadlineError, UnknownModelError
 from valora_serve.server.access.admission import Admission
 
 
@@ -257,15 +257,6 @@ def test_an_error_of_the_engine_concerns_its_own_domain(server, monkeypatch):
     assert found["scene"]["error"]["message"] == "scene was unloaded: name one of /v1/models"
     assert found["caption"]["error"]["code"] == "deadline_exceeded"
     assert look(server, ["caption"]).status_code == 504
-
-
-def test_an_error_of_a_request_names_the_base_model_without_its_folder(server, monkeypatch):
-    wrong = RequestError("base model /srv/home/llama reads text alone")
-    monkeypatch.setattr(server.engine, "base", "/srv/home/llama")
-    monkeypatch.setattr(server.engine, "_problem", lambda _: wrong)
-    for answer in (look(server, ["person"]), chat(server, "tiny", SHOWN)):
-        refused(answer, 400)
-        assert answer.json()["error"]["message"] == "base model llama reads text alone"
 
 
 def test_the_queue_has_room_for_all_domains_of_a_request_or_for_none(monkeypatch):

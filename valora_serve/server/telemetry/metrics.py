@@ -29,10 +29,11 @@ _SHORT = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5)  # fmt: skip
 _LONG = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120)  # fmt: skip
 
 
-class Metrics:
+class Metrics(Collector):
     """Metrics of a server, in a registry of their own."""
 
     def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
         self.loader: Any = None  # an `OnRequest`, if requests load adapters
         self.registry = CollectorRegistry()
         self._models: set[str] = set()
@@ -71,7 +72,7 @@ class Metrics:
             "valora_memory_bytes", "Resident memory of the server and of the processes below it.",
             registry=self.registry,
         ).set_function(memory_bytes)  # fmt: skip
-        self.registry.register(_EngineState(engine, self))
+        self.registry.register(self)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
 
@@ -126,22 +127,8 @@ class Metrics:
         self._models.add(model)
         return model
 
-
-def memory_bytes(process: str = "self") -> int:
-    """Resident memory of a process and of those below it, in bytes; 0 if it has ended."""
-    folder, total = Path("/proc", process), 0
-    with contextlib.suppress(OSError):
-        total = resource.getpagesize() * int((folder / "statm").read_text("ascii").split()[1])
-        for file in folder.glob("task/*/children"):
-            total += sum(map(memory_bytes, file.read_text("ascii").split()))
-    return total
-
-
-class _EngineState(Collector):
-    def __init__(self, engine: EngineClient, metrics: Metrics) -> None:
-        self._engine, self._metrics = engine, metrics
-
     def collect(self) -> Iterator[Metric]:
+        """State of the engine, for the registry."""
         stats, replicas = self._engine.stats(), self._engine.peers
         if replicas is not None:
             yield GaugeMetricFamily("valora_replicas", "Replicas that run.", value=len(replicas))
@@ -160,7 +147,7 @@ class _EngineState(Collector):
         yield from self._adapters()
 
     def _adapters(self) -> Iterator[Metric]:
-        engine, loader = self._engine, self._metrics.loader
+        engine, loader = self._engine, self.loader
         schemes = [BY_HAND, *(loader.schemes if loader else ())]
         counts: Counts[tuple[str, str]] = Counts()
         for name, state in adapter_states(engine.models(), engine.stats()).items():
@@ -186,6 +173,16 @@ class _EngineState(Collector):
         yield GaugeMetricFamily(
             "valora_adapter_cache_bytes", "Bytes of the adapters on disk.", value=loader.cache.bytes
         )
+
+
+def memory_bytes(process: str = "self") -> int:
+    """Resident memory of a process and of those below it, in bytes; 0 if it has ended."""
+    folder, total = Path("/proc", process), 0
+    with contextlib.suppress(OSError):
+        total = resource.getpagesize() * int((folder / "statm").read_text("ascii").split()[1])
+        for file in folder.glob("task/*/children"):
+            total += sum(map(memory_bytes, file.read_text("ascii").split()))
+    return total
 
 
 def adapter_states(models: Iterable[ServedModel], stats: EngineStats) -> dict[str, str]:

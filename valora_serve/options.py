@@ -95,6 +95,8 @@ def load(
             kind = _kind(model.model_fields[option["dest"]].annotation)
             if dataclasses.is_dataclass(kind) or typing.get_origin(kind) is dict:
                 option |= {"action": "append", "metavar": "NAME=VALUE"}
+            elif typing.get_origin(kind) is tuple:
+                option["metavar"] = "A,B,..."
             empty = r" \(default(: none|: \(\)| factory: \w+)\)$"
             group.add_argument(*names, **option | {"help": re.sub(empty, "", option["help"])})
 

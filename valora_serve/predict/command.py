@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("folder", type=expanded, help="folder of images or videos, or one file")
     said = "folder of a bundle, or one of bundles; without it, the folder is a server's sample"
     add("--bundle", help=said)
-    add("--out", type=expanded, default="predictions", help="output folder")
+    add("--out", type=expanded, default="predictions", help="output folder (default: predictions)")
     names = ", ".join(WRITERS)
     add("--format", default="jsonl", help=f"formats, separated by commas: {names} (default: jsonl)")
     add("--domain", help="domains to ask, separated by commas (default: *)")

@@ -64,25 +64,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):  # without defaults that say nothing
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="valora-sim",
         description="Simulate a workload under several policies, with predicted step times, on one "
         "machine or on replicas behind a router.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Help,
     )
     machine = SimSettings()
     add = parser.add_argument_group("workload").add_argument
     add("--workload", choices=sorted(traces.GENERATORS), default="poisson", help="generator")
     add("--trace", type=Path, help="replay this file instead: .jsonl, or .csv as Azure's traces")
-    add("--rates", nargs="+", type=float, default=[10.0],
-        help="requests per second (video: streams)")  # fmt: skip
+    add("--rates", nargs="+", type=float, default=[10.0], help="requests/s (video: streams)")
     add("--skews", nargs="+", type=float, default=[0.6], help="shares of the most popular adapter")
     add("--adapters", type=int, default=16, help="number of adapters")
     add("--duration", type=float, default=30.0, help="seconds of arrivals")
     add("--requests", type=int, default=400, help="at_once: number of requests")
-    add("--answer-limit", type=int, metavar="N",
-        help="answers end by themselves, and policies expect N tokens of each")  # fmt: skip
+    add("--answer-limit", type=int, metavar="N", help="tokens that policies expect of each answer")
     add("--latency-limit", type=float, help="latency limit of every request in seconds")
     add("--seed", type=int, default=0, help="random seed")
 
@@ -91,16 +94,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"some of {', '.join(POLICIES)} (default: all, with replicas: cost), and files of "
         "measured costs, such as another operator's")  # fmt: skip
     add("--systems", nargs="+", choices=SYSTEMS, metavar="NAME",
-        help=f"beside policies: some of {', '.join(SYSTEMS)}, each with its policy and the "
-        "costs of its operator")  # fmt: skip
-    add("--early-abort", action="store_true",
-        help="S-LoRA's early abort: requests whose first token would come too late")  # fmt: skip
-    add("--shares", nargs="*", metavar="ADAPTER=N",
-        help="admit by what each adapter was served, by its share (1 unless named)")  # fmt: skip
+        help=f"some of {', '.join(SYSTEMS)}, each with the costs of its operator")  # fmt: skip
+    add("--early-abort", action="store_true", help="drop what would be late, as S-LoRA does")
+    add("--shares", nargs="*", metavar="ADAPTER=N", help="keep shares of adapters (1 unless named)")
     add("--slo", type=float, default=6.0, help="limit of the time to first token in seconds")
 
     add = parser.add_argument_group("machine").add_argument
-    add("--costs", type=Path, help="measured costs, as an engine keeps them, not those of an H200")
+    add("--costs", type=Path, help="measured costs, as an engine keeps them (default: an H200's)")
     add("--lora-cost", type=float, default=1.0, help="factor on the cost of LoRA terms")
     add("--max-requests", type=int, default=machine.max_requests, help="most running requests")
     add("--pages", type=int, default=machine.pages, help="pages of unified memory, 16 tokens each")
@@ -110,8 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--replicas", nargs="+", type=int, metavar="N", default=[1], help="numbers to compare")
     routers = ", ".join([*ROUTERS, *WAYS])
     add("--router", nargs="+", metavar="NAME", help=f"some of {routers} (default: affinity)")
-    add("--per-replica", action="store_true",
-        help="rates and numbers of requests are those of a replica")  # fmt: skip
+    add("--per-replica", action="store_true", help="rates and requests are those of a replica")
 
     add = parser.add_argument_group("output").add_argument
     add("--json", type=Path, help="write the results to this file")
@@ -265,7 +264,8 @@ def _table(title: str, columns: Mapping[str, str], groups: Iterable[Iterable[Row
 def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
     # A pipe or a file has no width: no table is cut.
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False)
-    title = f"Simulated, costs from {options.costs.stem}"
+    source = "an H200" if options.costs.parent == MEASURED else options.costs
+    title = f"Simulated, costs from {source}"
     if options.several:
         _print_replicas(rows, title, console)
         return
@@ -284,10 +284,8 @@ def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
                 row["policy"], *(f"{row['served'].get(n, 0) / served:.1%}" for n in names)
             )
         console.print(shares)
-    console.print(
-        "ms/token: sum of end-to-end latencies over all input, image and output tokens.",
-        style="dim",
-    )
+    said = "ms/token: sum of end-to-end latencies over all input, image and output tokens."
+    console.print(said, style="dim")
     if len(groups) > 1:
         skews = [*dict.fromkeys(row["skew"] for row in rows), None]
         means = [
@@ -301,11 +299,10 @@ def _print(rows: Sequence[Row], options: argparse.Namespace) -> None:
 
 
 def _mean(rows: Sequence[Row], policy: str, skew: float | None) -> float:
-    chosen = [
+    return geometric_mean(
         row["token_latency"] * 1e3 for row in rows
         if row["policy"] == policy and skew in (None, row["skew"])
-    ]  # fmt: skip
-    return geometric_mean(chosen)
+    )  # fmt: skip
 
 
 def _print_replicas(rows: Sequence[Row], title: str, console: Console) -> None:

@@ -14,7 +14,7 @@ def test_command_prints_a_table_and_writes_files(tmp_path, capsys):
     arguments = ["--rates", "4", "--skews", "0.3", "0.8", "--duration", "1"]
     assert main([*arguments, "--json", str(out)]) == 0
     text = capsys.readouterr().out
-    assert "costs from atmm" in text and "unmerge_only" in text
+    assert "costs from an H200" in text and "unmerge_only" in text
     rows = json.loads(out.read_text())
     assert len(rows) == 2 * len(POLICIES)
     assert {row["skew"] for row in rows} == {0.3, 0.8}
@@ -50,7 +50,7 @@ def test_replicas_are_compared(tmp_path, capsys):
     ]  # fmt: skip
     assert main([*arguments, "affinity", "--json", str(tmp_path / "one.json")]) == 0
     text = capsys.readouterr().out
-    assert "costs from atmm" in text and "Each replica" in text and "× one" in text
+    assert "costs from an H200" in text and "Each replica" in text and "× one" in text
     rows = json.loads((tmp_path / "one.json").read_text())
     assert [(r["replicas"], r["router"]) for r in rows] == [
         (n, name) for n in (1, 3) for name in ("random", "affinity")

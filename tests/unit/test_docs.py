@@ -19,7 +19,10 @@ from tests.bench import figures
 from tests.support.configs import configured
 from valora_serve import cli as serve
 from valora_serve.commands import COMMANDS
-from valora_serve.options import REMOVED
+from valora_serve.engine.settings import EngineSettings
+from valora_serve.options import REMOVED, helps
+from valora_serve.replicas.settings import ReplicaSettings
+from valora_serve.server.settings import ServerSettings
 from valora_train.removed import SUCCESSORS, removed
 from valora_train.settings import from_config
 
@@ -55,7 +58,7 @@ def blocks(page: Path, language: str) -> list[str]:
 def commands(page: Path) -> list[list[str]]:
     """Words of every shell command, comments and continuation lines resolved."""
     found = []
-    for block in blocks(page, "bash"):
+    for block in [*blocks(page, "bash"), *blocks(page, "text")]:
         for line in block.replace("\\\n", " ").splitlines():
             try:
                 words = shlex.split(line, comments=True)
@@ -203,8 +206,10 @@ def overrides():
             if words[:2] == ["make", "fuse"]:
                 task = [f"task={given['TASK']}"] if "TASK" in given else []
                 yield [*task, *shlex.split(given.get("ARGS", ""))]
-            elif words[0].endswith("valora-train") and "-m" not in words:
-                yield words[1:]
+            elif words[0] == "valora-train" or words[:2] == ["valora", "fuse"]:
+                rest = words[1 if words[0] == "valora-train" else 2 :]
+                if not {"-m", "--config-dir", "shelf=runs/"} & set(rest):  # the reader's folders
+                    yield rest
 
 
 @pytest.mark.parametrize("given", list(overrides()), ids=" ".join)
@@ -223,6 +228,21 @@ def served():
 def test_options_of_the_server_are_read(given):
     bundles, *_ = serve.read(given)
     assert bundles or "--check" in given
+
+
+@pages
+def test_options_that_a_text_names_exist(page):
+    if page.name in ("migrating.md", "changelog.md"):
+        return
+    folders = ("valora_serve", "valora_train", "data", "kernels", "tests/bench", "tests/fuzz")
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    source = "\n".join(file.read_text("utf-8") for file in files)
+    known = {"--hypothesis-seed", "--build-arg", "--help"}  # other programs', and every one's
+    for settings in (ServerSettings, EngineSettings, ReplicaSettings):
+        known |= {"--" + name.replace("_", "-") for name in helps(settings)}
+    for option in re.findall(r"`(--[a-z][a-z-]+)", prose(page)):
+        name = re.sub(r"^--no-", "--", option)
+        assert {option, name} & known or f'"{option}"' in source, f"{page.name}: {option}"
 
 
 class Parsed(BaseException):

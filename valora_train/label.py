@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--kind", help=f"{', '.join(KINDS)}; guessed from the model's name")
     add("--names", default="", help="CLASS=LABEL of classes with other names, with commas between")
     add("--min-score", type=float, default=0.25, help="least confidence of a box (as Ultralytics)")
-    add("--out", type=expanded, default="labels.jsonl", help="file to write")
+    add("--out", type=expanded, default="labels.jsonl", help="file to write (%(default)s)")
     options = made.parse_args(arguments)
     try:
         _label(options)

@@ -181,9 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="valora-data", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     about = "counts, labels, all faults, copies, leaks between splits, contact sheets"
-    command = commands.add_parser("check", help=about)
+    command = commands.add_parser("check", help=about, description=f"Check a data set: {about}.")
     command.add_argument("path", metavar="PATH", help="file, folder, or name on the hub")
-    command.add_argument("--out", default=".valora/check", help="folder for pictures")
+    command.add_argument("--out", default=".valora/check", help="folder for pictures (%(default)s)")
     command.add_argument("--kind", help="format, such as coco; guessed from the path")
     command.add_argument("--task", choices=task_names(), help="task; guessed from the data")
     command.add_argument("--labels", help="labels, separated by commas; all by default")

@@ -78,7 +78,6 @@ class Requests:
         if request.embed:
             head = prepared.head or EMBEDDING
         ids = list(prompt.ids)
-        self._check_tokens("prompt", ids)
         if head is not None:
             visual = sum(len(item.read) for item in prompt.visuals)
             if (misfit := head.misfit(visual, len(prompt.visuals))) is not None:
@@ -97,7 +96,7 @@ class Requests:
         if sampling.max_tokens is not None and sampling.max_tokens < 1 and head is None:
             raise RequestError(f"max_tokens: expected at least 1, got {sampling.max_tokens}")
         max_new = 0 if head is not None else min(sampling.max_tokens or room, room)
-        self._check_sampling(sampling, context)
+        self._check_tokens(prompt, sampling, context)
         adapters = {self.registry.key(adapter): weight for adapter, weight in target.terms}
         for key in adapters:
             if key not in self.adapters:
@@ -168,22 +167,22 @@ class Requests:
             sequence.latency_limit = due - now
         return sequence
 
-    def _check_sampling(self, sampling: SamplingParams, context: Context | None) -> None:
+    def _check_tokens(
+        self, prompt: Prompt, sampling: SamplingParams, context: Context | None
+    ) -> None:
         if sampling.prompt_logprobs is not None and context is not None:
             raise RequestError(
                 f"prompt_logprobs: the tokens of context {context.name} have none: ask for those "
                 "of the answer (logprobs)"
             )
-        self._check_tokens("logit_bias", [token for token, _ in sampling.logit_bias])
-
-    def _check_tokens(self, what: str, tokens: Collection[int]) -> None:
-        """Refuse tokens without an embedding, which tokenizers may have."""
-        last = self._lmm.vocabulary - 1
-        for token in (min(tokens, default=0), max(tokens, default=0)):
-            if not 0 <= token <= last:
-                word = self.tokenizer.added_tokens_decoder.get(token, "")
-                text = f"{what}: expected tokens 0 to {last}, got {token} {word}".rstrip()
-                raise RequestError(f"{text}: leave it out")
+        last = self._lmm.vocabulary - 1  # tokenizers may have more, without an embedding
+        biased = [token for token, _ in sampling.logit_bias]
+        for what, tokens in (("prompt", prompt.ids), ("logit_bias", biased)):
+            for token in (min(tokens, default=0), max(tokens, default=0)):
+                if not 0 <= token <= last:
+                    word = self.tokenizer.added_tokens_decoder.get(token, "")
+                    text = f"{what}: expected tokens 0 to {last}, got {token} {word}".rstrip()
+                    raise RequestError(f"{text}: leave it out")
 
     def _pages(self, keys: Collection[str], prefix: str | None) -> tuple[int, int]:
         """Return the pages that a request's adapters and prefix take from keys and values."""

@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_354,
     "teachers/valora_teachers": 1_614,
     "kernels/valora_kernels": 3_762,
-    "valora_serve": 25_174,
+    "valora_serve": 25_173,
     "tests/*/valora_train": 7_130,
     "tests/*/valora_data": 3_573,
     "tests/*/valora_teachers": 1_142,

@@ -214,17 +214,14 @@ class Lmm(BaseModel):
             if positions is not None:
                 more = int(positions.max()) + 1 + torch.arange(len(answer))
                 positions = torch.cat([positions, more.expand(3, -1)], dim=1)
-            item = replace(
-                item,
-                ids=torch.cat([item.ids, answer]),
-                visual=torch.cat([item.visual, torch.zeros_like(answer, dtype=torch.bool)]),
-                positions=positions,
-            )
-        if self.window is not None and item.length > self.window:
+            seen = torch.cat([item.visual, torch.zeros_like(answer, dtype=torch.bool)])
+            ids = torch.cat([item.ids, answer])
+            item = replace(item, ids=ids, visual=seen, positions=positions)
+        if item.length > self.context_length:
+            what = "has positions for" if self.window is None else "attends in windows of"
             raise DataError(
                 f"an example has {item.length} tokens with its answer, but base model {self.base} "
-                f"attends in windows of {self.window}, up to which it is trained and served: "
-                "shorten it, or use another model"
+                f"{what} {self.context_length}, and is served up to it: shorten it, or use another"
             )
         return item
 
@@ -232,6 +229,9 @@ class Lmm(BaseModel):
         """The token ids of an answer as the chat template writes it, with its end token."""
         if answer not in self._answers:
             tokenizer = self.tokenizer
+            if tokenizer.eos_token is None:
+                text = f"the tokenizer of base model {self.base} has no eos_token, which is to end"
+                raise BundleError(f"{text} answers: save it with one")
             text = self._render("?", IMAGE, 0, answer)
             before = self._render("?", IMAGE, 0)
             text = (text.removeprefix(before) if text.startswith(before) else answer).rstrip()

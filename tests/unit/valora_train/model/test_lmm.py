@@ -13,7 +13,7 @@ from tests.support import training_lmm
 from tests.support.lmm_checkpoints import CHECKPOINTS, TEXT_CHECKPOINTS
 from tests.support.training_lmm import disturb, load, questions, whole
 from valora_data.contract.quantized import unpack
-from valora_data.errors import DataError
+from valora_data.errors import BundleError, DataError
 from valora_train.errors import SettingsError
 from valora_train.model.lmm import Lmm, training_type
 from valora_train.model.prompts import Example
@@ -56,9 +56,8 @@ def test_hidden_states_of_every_family_equal_transformers(family, lmm, theirs):
             assert torch.equal(cells, seen)
         seen = cells
         torch.testing.assert_close(read.last[row], out[-1], atol=1e-4, rtol=1e-3)
-        torch.testing.assert_close(
-            read.visual[row][read.real[row]], out[seen], atol=1e-4, rtol=1e-3
-        )
+        found = read.visual[row][read.real[row]]
+        torch.testing.assert_close(found, out[seen], atol=1e-4, rtol=1e-3)
 
 
 def test_what_it_writes_is_what_generate_writes(family, lmm, theirs):
@@ -191,9 +190,16 @@ def test_features_may_be_kept_or_not(family, checkpoint):
     assert said[0] == said[1]
 
 
-def test_a_video_without_frames_is_refused(random_llava):
-    with pytest.raises(DataError, match="a video no frames"):
-        load(random_llava).encode([Example("what?", (), video=True)])
+def test_what_cannot_be_read_or_written_is_refused(random_llava):
+    lmm = load(random_llava)
+    lmm.tokenizer.eos_token = None
+    for example, said in (
+        (Example("what?", (), video=True), "a video no frames"),
+        (Example("red star " * 600, ()), "but base model .* has positions for 2048, and is"),
+        (Example("what?", (), answer=lambda _: "it"), "has no eos_token, which is to end answers"),
+    ):
+        with pytest.raises((BundleError, DataError), match=said):
+            lmm.encode([example])
 
 
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-4), ("bfloat16", 0.1)])
@@ -263,9 +269,8 @@ def test_saved_adapters_load_in_plain_peft(random_llava, images, tmp_path, visio
         base = AutoModelForImageTextToText.from_pretrained(random_llava)
         model = PeftModel.from_pretrained(base, tmp_path / name)
         for row, prompt, image in zip(hidden, training_lmm.PROMPTS, images, strict=True):
-            torch.testing.assert_close(
-                row, training_lmm.reference(model, processor, prompt, image), atol=2e-5, rtol=1e-4
-            )
+            expected = training_lmm.reference(model, processor, prompt, image)
+            torch.testing.assert_close(row, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_without_adapter_it_is_the_base_again(random_llava, images):
@@ -314,9 +319,8 @@ def test_at_decoding_only_it_acts_from_the_last_token_on(random_llava, images, t
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
     lmm.adapters.save("late", tmp_path, "some-base")
     lengths = [end - first for end, first in zip(states.lengths, states.prompts, strict=True)]
-    for example, found, answer in zip(
-        asked, logits.split(lengths), tokens.split(lengths), strict=True
-    ):
+    parts = logits.split(lengths), tokens.split(lengths)
+    for example, found, answer in zip(asked, *parts, strict=True):
         expected = two_passes(random_llava, tmp_path, example, answer.tolist())
         torch.testing.assert_close(found, expected[:-1], atol=2e-5, rtol=1e-4)
     said = lmm.write(lmm.encode(asked), max_tokens=4)
@@ -346,11 +350,7 @@ def test_at_decoding_only_it_acts_from_the_last_token_on(random_llava, images, t
     ("base", "lora", "said"),
     [
         ("photo", {"vision_tower": True}, "LoRA in its vision tower: set train.lora.vision_tower="),
-        (
-            "gemma3",
-            {"projector": True},
-            "in its projector: set train.lora.projector=false",
-        ),
+        ("gemma3", {"projector": True}, "in its projector: set train.lora.projector=false"),
         ("llama", {"projector": True}, "for LoRA in its projector"),
         ("llama", {"vision_tower": True}, "for LoRA in its vision tower"),
         ("llava", {"targets": ["q_proj", "fc1"]}, "fc1 for LoRA in its language model: correct"),

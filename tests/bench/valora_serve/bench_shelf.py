@@ -80,8 +80,7 @@ def main():
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 sys.exit(done.stderr)
-            found = json.loads(done.stdout.splitlines()[-1])
-            rows.append([count, WAYS[way], *found])
+            rows.append([count, WAYS[way], *json.loads(done.stdout.splitlines()[-1])])
             print(rows[-1], file=sys.stderr)
     where = f"{machine(options.device)}, torch {torch.__version__}"
     table(f"The shelf and its bundle ({where}, {date.today()})", HEAD, rows)
@@ -89,7 +88,8 @@ def main():
 
 def measure(options, way, count):
     """The figures of a row: images/s, CPU and latency in ms, MB in memory and on disk, F1."""
-    manifest = json.loads((options.bundle / "bundle.json").read_text())
+    bundle = newest(options.bundle.parent, options.bundle.name)
+    manifest = json.loads((bundle / "bundle.json").read_text())
     names = list(manifest["domains"])
     images = images_of(options.work, names)
     chosen = [names[n % len(names)] for n in range(count)]

@@ -1,7 +1,5 @@
 """Keeps Python from stopping a process that serves."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

@@ -5,8 +5,6 @@ Bounded load: Mirrokni, Thorup and Zadimoghaddam, "Consistent Hashing with Bound
 Two choices: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Text and bytes of single tokens."""
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 _SAME: Final = (*range(33, 127), *range(161, 173), *range(174, 256))

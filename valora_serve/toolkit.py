@@ -1,7 +1,5 @@
 """What libraries compile their kernels with: CUDA's compiler, a C++ compiler and ninja."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

@@ -1,7 +1,5 @@
 """Command ``valora demo``: from an installed wheel to boxes in a browser, without a download."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import webbrowser

@@ -5,8 +5,6 @@
 Adapters, heads, golden examples and promises stay as `make fuse` exported them, byte for byte.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What requests can name, which adapters must therefore be kept, and which one is merged."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The engine behind an event loop: what the server uses."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -4,8 +4,6 @@ A `prefix` is made of the document's own keys and values, all of them or the mos
 `memory_tokens` are what an encoder of a bundle makes of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias

@@ -5,8 +5,6 @@ a GPU a step is decided and launched while the one before still runs; tokens tha
 chosen and the host has not read yet are `pending`. `Engine` belongs to one thread.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

@@ -1,7 +1,5 @@
 """Encodes the images of a step together, and caches them for later requests."""
 
-from __future__ import annotations
-
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence

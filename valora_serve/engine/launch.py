@@ -1,7 +1,5 @@
 """Starts processes of this package: fresh interpreters, as a forked one has no GPU."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,7 +1,5 @@
 """Measures what steps, switches and loads cost on this machine (VaLoRA §4.4)."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -1,7 +1,5 @@
 """Requests from their arrival to their end: their checks, their queue, and the memory they hold."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import time

@@ -1,7 +1,5 @@
 """Settings of the engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 

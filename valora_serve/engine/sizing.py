@@ -1,7 +1,5 @@
 """What the engine derives from its settings and the machine: device, dtype, pages, graph sizes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

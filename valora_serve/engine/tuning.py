@@ -4,8 +4,6 @@ Steps choose from them once all are measured and graphs are captured again. `val
 candidates, on a GPU that nothing else uses.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

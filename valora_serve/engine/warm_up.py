@@ -1,7 +1,5 @@
 """Prepares an engine: what the first requests need before they come, the rest between them."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -5,8 +5,6 @@ workers, which call it in the same order, so that their collectives meet. One th
 `python -m valora_serve.engine.workers` is a worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copyreg
 import io

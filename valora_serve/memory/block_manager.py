@@ -4,8 +4,6 @@ Torch-free, for one thread. A page holds keys and values of `block_size` tokens 
 rank rows of an adapter (S-LoRA §5.1); all are equal, so that memory does not fragment.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import OrderedDict

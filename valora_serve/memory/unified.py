@@ -8,8 +8,6 @@ All requests about a context read its prefix's pages, before their own; of a las
 full each gets a copy, in which its own tokens follow.
 """
 
-from __future__ import annotations
-
 import mmap
 import weakref
 from collections.abc import Callable, Sequence

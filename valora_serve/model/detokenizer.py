@@ -1,7 +1,5 @@
 """Streaming detokenisation: text of each new token, and the end of an answer at a stop text."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial

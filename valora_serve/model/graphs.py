@@ -5,8 +5,6 @@ captured for some numbers of rows, each with zero, one and two LoRA terms per ro
 shape for some numbers of them, or for some numbers of windows of an image of any shape.
 """
 
-from __future__ import annotations
-
 import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left

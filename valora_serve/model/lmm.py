@@ -1,7 +1,5 @@
 """The base model as the engine runs it: paged attention, and linears that take LoRA terms."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ scale for each row; LoRA terms see unquantized activations. NF4, through bitsand
 numbers that adapters are trained on with ``model.quantize=nf4``, in 4.5 bits a weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from math import prod

@@ -1,7 +1,5 @@
 """Runs the model: one step of many requests, with their adapters, through paged attention."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

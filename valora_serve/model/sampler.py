@@ -1,7 +1,5 @@
 """Sampling: chooses the next token of each row from its logits, by settings of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -7,8 +7,6 @@ inputs, and one all-reduce sums the outputs of a row layer with its LoRA terms. 
 split by the vocabulary once it is read; all else is replicated.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

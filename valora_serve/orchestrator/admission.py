@@ -1,7 +1,5 @@
 """Which waiting requests are admitted first, and which not at all: early abort, and shares."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import defaultdict, deque

@@ -4,8 +4,6 @@
 which order, and which adapter is merged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial

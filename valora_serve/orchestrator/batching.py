@@ -4,8 +4,6 @@ Running requests that decode come first, then running requests that still prefil
 requests in the policy's order, then prefetches of adapters into the pages that are left.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Sequence

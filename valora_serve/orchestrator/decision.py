@@ -5,8 +5,6 @@ Nothing here or in the policies imports torch. The engine and the simulator call
 the switch to `mode` and `merged`, `prefetch` (as memory allows), `batch`.
 """
 
-from __future__ import annotations
-
 import heapq
 import logging
 from collections import Counter

@@ -1,7 +1,5 @@
 """The board of an application, an actor of Ray: what all replicas serve, and which there are."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The Ray cluster: starting or joining it, what it has room for, and the replicas on it."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -1,7 +1,5 @@
 """A front: a process with the public port, started by `keep_fronts`, that asks the replicas."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """One engine with the whole HTTP server, as a replica of Ray Serve, behind the fronts."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hmac

@@ -1,7 +1,5 @@
 """``valora-sim``: compares policies, and routers of replicas, on a simulated workload."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

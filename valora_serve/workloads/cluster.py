@@ -1,7 +1,5 @@
 """Simulates replicas that share one stream of requests, each a machine (`simulator.Machine`)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

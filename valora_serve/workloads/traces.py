@@ -4,8 +4,6 @@ The adapter of every request is drawn independently, so the requests of the popu
 scattered among the others. The same seed gives the same workload.
 """
 
-from __future__ import annotations
-
 import csv
 import inspect
 import math

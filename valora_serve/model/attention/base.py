@@ -4,8 +4,6 @@ transformers' modules call `attend`. An `AttentionPlan`, made once per step and 
 layers, says which pages the keys and values of each token are written to and which it sees.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """Attention backends by name, and the choice of the best one for a device."""
 
-from __future__ import annotations
-
 import logging
 
 from valora_data.registry import Registry

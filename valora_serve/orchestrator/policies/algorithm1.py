@@ -1,7 +1,5 @@
 """VaLoRA's Algorithm 1 (§4.4.3), as printed and as its authors' scheduler computes it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Baselines that never choose: unmerge-only, S-LoRA and merge-only."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 from typing import ClassVar

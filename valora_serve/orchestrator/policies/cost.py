@@ -4,8 +4,6 @@ A step of τ seconds with N requests in the system costs N·τ request-seconds, 
 latencies is N integrated over time. All choices are compared on this scale.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 import sys

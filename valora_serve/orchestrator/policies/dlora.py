@@ -1,7 +1,5 @@
 """dLoRA's credit-based batching (OSDI 2024, §4.2)."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """VaLoRA's scheduling policy (Algorithm 1, §4.4.3)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from itertools import chain, islice

@@ -13,7 +13,7 @@ BUDGETS = {
     "valora_train": 10_783,
     "data/valora_data": 9_354,
     "teachers/valora_teachers": 1_614,
-    "kernels/valora_kernels": 3_746,
+    "kernels/valora_kernels": 3_762,
     "valora_serve": 25_079,
     "tests/*/valora_train": 7_130,
     "tests/*/valora_data": 3_573,

@@ -269,6 +269,7 @@ class BaseModel:
 
     def __init__(self, base: str, model: Any, processor: Any) -> None:
         self.base = base
+        self.name = Path(base).name if Path(base).is_absolute() else base  # for clients
         self.model: Any = model.requires_grad_(False).eval()
         self.processor: Any = processor
         self.tokenizer: Any = getattr(processor, "tokenizer", processor)
@@ -319,7 +320,7 @@ class BaseModel:
     def check_takes_images(self, error: type[ValoraError] = BundleError) -> None:
         """Raise an error if it reads nothing but text."""
         if not self.takes_images:
-            text = f"base model {self.base} reads text alone: leave images and videos out, or use a"
+            text = f"base model {self.name} reads text alone: leave images and videos out, or use a"
             raise error(f"{text} LLaVA, SmolVLM, InternVL or Qwen-VL model")
 
     def to(self, device: torch.device | str) -> None:

@@ -56,7 +56,7 @@ def _marked_head(model: BaseModel, prompt: str | None = None) -> str:
     head = head_text(model, _MARK)
     if _MARK not in head or not (prompt or head).startswith(head):
         raise BundleError(
-            f"the chat template of base model {model.base} writes no system turn before the "
+            f"the chat template of base model {model.name} writes no system turn before the "
             "others, so it cannot read contexts: choose another base model"
         )
     return head

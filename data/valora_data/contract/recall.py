@@ -32,7 +32,7 @@ def read_head(
     limit = model.context_length - ROOM
     if ids.shape[1] > limit:
         raise DataError(
-            f"the document has {plural(ids.shape[1], 'token')}, but base model {model.base} reads "
+            f"the document has {plural(ids.shape[1], 'token')}, but base model {model.name} reads "
             f"at most {limit} beside a question: split the document, or choose another base model"
         )
     embedded, position = model.model.get_input_embeddings()(ids), ids.shape[1]

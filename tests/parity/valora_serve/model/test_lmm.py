@@ -192,7 +192,7 @@ def test_placeholders_without_what_they_stand_for(family, base):
     if family in TEXT_CHECKPOINTS:
         clip = {"messages": ask("Look at it.", videos=1), "videos": [[image] * 4]}
         for sent in ({"messages": one, "images": [image]}, {"images": [image]}, clip):
-            with pytest.raises(RequestError, match=f"{family}.* reads text alone: leave images"):
+            with pytest.raises(RequestError, match=r"^base model [^/]+ reads text alone"):
                 engine.prepare(Request("x", **sent))
         return
     cases = [("image", 1, 0), ("image", 0, 1), ("image", 2, 1), ("image", 1, 2)]

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_783,
-    "data/valora_data": 9_354,
+    "data/valora_data": 9_355,
     "teachers/valora_teachers": 1_614,
     "kernels/valora_kernels": 3_762,
     "valora_serve": 25_079,

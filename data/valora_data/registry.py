@@ -32,7 +32,7 @@ class Registry(Mapping[str, T], Generic[T]):
         self._loaded: dict[str, T] = {}
 
     def _entries(self) -> dict[str, EntryPoint]:
-        # Built-in names win: what settings mean must not depend on what else is installed.
+        # Built-in names win, and come first: what they mean must not depend on what is installed.
         others = _installed(self.group, tuple(sys.path))
         return self._builtin | {entry.name: entry for entry in others} | self._builtin
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from PIL import Image
@@ -24,7 +25,7 @@ class Pixels:
     """Pixels of a request's images until it ends, limited before anything is decoded."""
 
     def __init__(self, reader: MediaReader) -> None:
-        self._reader, self.limits = reader, reader.settings
+        self._reader, self.limits = reader, reader.limits
         self._mine, self._over = 0, False
         self.seconds: list[float] = []  # that its images have taken to decode
 
@@ -63,6 +64,9 @@ class MediaReader(Fetcher):
 
     def __init__(self, settings: ServerSettings, *, text_only: bool = False) -> None:
         super().__init__(settings)
+        # Decoders of what strangers send get the settings that are numbers: no key is in them.
+        numbers = {k: v for k, v in asdict(settings).items() if type(v) in (int, float)}
+        self.limits = ServerSettings(**numbers)
         self._text_only = text_only  # whether the base model reads none
         self.held, self.lock = 0, threading.Lock()  # pixels of all requests
 

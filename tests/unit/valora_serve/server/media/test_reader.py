@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from dataclasses import asdict
 
 import pytest
 from PIL import Image
@@ -14,6 +15,14 @@ from valora_serve.errors import ImageError, OverloadedError
 from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.media.reader import MediaReader
 from valora_serve.server.settings import ServerSettings
+
+
+def test_decoders_get_limits_and_no_key():
+    settings = ServerSettings(
+        api_key="k" * 16, allow_runtime_loading=True, adapter_folder="/srv", video_frames=3
+    )
+    limits = MediaReader(settings).pixels().limits
+    assert "k" * 16 not in str(asdict(limits)) and limits.video_frames == 3
 
 
 def test_pixels_of_a_request_and_of_all_are_bounded():

@@ -44,7 +44,11 @@ FIGURES = {
     "throughput": Figure(f"{SERVE}.bench_serve throughput", 1),
     "heads": Figure(f"{SERVE}.bench_serve heads --seconds 18", 1),
     "domains": Figure(f"{SERVE}.bench_serve domains", 1),
-    "skew": Figure(f"{SERVE}.bench_serve skew --rate 48 32 10 --shares 0.2 0.6 0.9 --seconds 4", 1),
+    "skew": Figure(
+        f"{SERVE}.bench_serve skew --rate 48 32 10 --shares 0.2 0.6 0.9 --seconds 4 "
+        "--policies unmerge_only dlora slora valora cost",
+        1,
+    ),
     "slo": Figure(f"{SERVE}.bench_serve slo --window 4", 1),
     "ablation": Figure(f"{SERVE}.bench_serve ablation --window 4", 1),
     "peft": Figure(f"{SERVE}.bench_serve packed peft", 1),
@@ -87,9 +91,7 @@ FIGURES = {
     ),
     "http": Figure(f"{SERVE}.bench_http"),
     "shelf": Figure(f"{SERVE}.bench_shelf --seconds 3"),
-    "shelf-gpu": Figure(
-        f"{SERVE}.bench_shelf --seconds 3 --device cuda --ways bundle apart yolo", 1
-    ),
+    "shelf-gpu": Figure(f"{SERVE}.bench_shelf --seconds 3 --device cuda --ways bundle yolo", 1),
     "tasks": Figure("tests.bench.valora_train.bench_tasks"),
     "sets": Figure("tests.bench.valora_train.bench_tasks --sets .valora/sets"),
     "quantized": Figure(f"{SERVE}.bench_quantized"),

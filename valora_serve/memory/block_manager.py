@@ -33,19 +33,23 @@ class PagePool:
         # Called with the number of missing pages when `take` finds too few; may give pages back
         # (idle adapters).
         self.on_short: Callable[[int], object] = lambda _: None
-        # Pages that can be taken, in this order: free ones, then cached ones by their last use.
-        self._left = OrderedDict.fromkeys(range(first, first + pages))
-        self._users = [0] * (first + pages)
-        self._owner = bytearray(first + pages)  # counts 10,000 pages in a microsecond
+        # Pages that can be taken, in this order: given back, never used, cached by their last use.
+        self._given: list[int] = []
+        self._unused = iter(range(first, first + pages))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._users, self._owner = [0] * (first + pages), bytearray(first + pages)
+        # A small model leaves a large GPU millions of pages, too many to count after each step.
+        self._counts = [0] * len(Owner)
+        self._counts[Owner.FREE] = pages
 
     @property
     def free(self) -> int:
         """Number of pages that can be taken, cached ones included."""
-        return len(self._left)
+        return self.count(Owner.FREE) + self.count(Owner.CACHED)
 
     def count(self, owner: Owner) -> int:
-        """Return the number of pages with this use, which is not `FREE`."""
-        return self._owner.count(owner)
+        """Return the number of pages with this use."""
+        return self._counts[owner]
 
     def take(self, count: int, owner: Owner) -> list[int] | None:
         """Take pages with one user each, or None if there are too few; cached ones are evicted."""
@@ -53,18 +57,27 @@ class PagePool:
             self.on_short(count - self.free)
             if count > self.free:
                 return None
-        taken = [self._left.popitem(last=False)[0] for _ in range(count)]
-        for page in taken:
-            if self._owner[page] == Owner.CACHED:
-                self.on_evict(page)
-            self._users[page], self._owner[page] = 1, owner
-        return taken
+        return [self._take(owner) for _ in range(count)]
+
+    def _take(self, owner: Owner) -> int:
+        page = self._given.pop() if self._given else next(self._unused, None)
+        if page is None:
+            page, _ = self._cached.popitem(last=False)
+            self.on_evict(page)
+        self._users[page] = 1
+        self._own(page, owner)
+        return page
+
+    def _own(self, page: int, owner: Owner) -> None:
+        self._counts[self._owner[page]] -= 1
+        self._counts[owner] += 1
+        self._owner[page] = owner
 
     def share(self, page: int) -> None:
         """Add a user to a page of keys and values; a cached page is in use again."""
         if self._owner[page] == Owner.CACHED:
-            del self._left[page]
-            self._owner[page] = Owner.KV
+            del self._cached[page]
+            self._own(page, Owner.KV)
         assert self._owner[page] == Owner.KV
         self._users[page] += 1
 
@@ -73,16 +86,17 @@ class PagePool:
         assert self._users[page] and self._owner[page] != Owner.RESERVED
         self._users[page] -= 1
         if not self._users[page]:
-            self._owner[page] = Owner.CACHED
-            self._left[page] = None
+            self._own(page, Owner.CACHED)
+            self._cached[page] = None
             if not keep:
                 self.uncache(page)
 
     def uncache(self, page: int) -> None:
         """Free a cached page; a page that is in use is freed when its last user gives it back."""
         if self._owner[page] == Owner.CACHED:
-            self._owner[page] = Owner.FREE
-            self._left.move_to_end(page, last=False)
+            self._own(page, Owner.FREE)
+            del self._cached[page]
+            self._given.append(page)
 
 
 @dataclass(frozen=True, slots=True)

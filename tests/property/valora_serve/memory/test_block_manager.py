@@ -160,6 +160,8 @@ class Pages(RuleBasedStateMachine):
             assert (owner == Owner.KV) == (page in users)
             assert (owner == Owner.ADAPTER) == (page in held)
         assert self.pool.free == self.pool.pages - len(users) - len(held)
+        owners = Counter(self.pool._owner)
+        assert all(self.pool.count(owner) == owners[owner] for owner in Owner)
 
     @invariant()
     def tables_hold_what_was_computed(self):

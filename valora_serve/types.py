@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -141,7 +141,7 @@ class Request:
     arrival: float | None = None  # `time.monotonic()`; None: when the engine has prepared it
     client: str | None = None  # who asks, e.g. the name of an API key, for shares by key
     cache_salt: str | None = None  # requests of the same one share cached prompts and images
-    stream: bool = True  # whether outputs come as they are made; otherwise all come at the end
+    stream: bool = True  # whether outputs come as they are made; otherwise one comes, at the end
     store: bool = True  # whether a server may keep it in its sample
     also: tuple[Request, ...] = ()  # of other domains about the same images, answered together
 
@@ -235,6 +235,17 @@ class Output:
     usage: Usage | None = None
     times: Times | None = None
     mode: Mode | None = None  # of the request's last step
+
+
+def joined(outputs: Sequence[Output]) -> Output:
+    """The outputs of an answer as one."""
+    return replace(
+        outputs[-1],
+        text="".join(one.text for one in outputs),
+        token_ids=tuple(token for one in outputs for token in one.token_ids),
+        logprobs=tuple(item for one in outputs for item in one.logprobs),
+        prompt=next((one.prompt for one in outputs if one.prompt is not None), None),
+    )
 
 
 def failure(request: Request, error: ServeError, arrival: float) -> Output:
@@ -386,25 +397,19 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats:
         """Return the state and counters of the engine as of its last step, without waiting."""
 
-    async def load_adapter(
-        self, name: str, folder: Path, *, decode_only: bool = False
-    ) -> ServedModel:
-        """Load a PEFT folder under a name; an adapter of this name is replaced.
+    async def load(
+        self, kind: str, folder: Path, name: str = "", *, decode_only: bool = False
+    ) -> list[ServedModel]:
+        """Load a ``bundle``, or under a name a PEFT ``adapter`` or a ``context``, in its place.
 
-        With `decode_only`, it is applied only to the last token of a prompt and those after.
+        With `decode_only`, an adapter applies only to a prompt's last token and those after.
         """
-
-    async def load_bundle(self, folder: Path) -> list[ServedModel]:
-        """Verify and load a bundle with its adapters and domains."""
 
     async def unload(self, kind: str, name: str) -> None:
         """Unload an ``adapter`` or ``context`` of no bundle, or a ``bundle`` with all of its."""
 
-    async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
-        """Compress a document into a new folder, and serve it in place of any context so named."""
-
-    async def load_context(self, name: str, folder: Path) -> ServedModel:
-        """Serve a context that `make_context` has made before."""
+    async def make_context(self, wanted: NewContext, folder: Path) -> None:
+        """Compress a document into a new folder, to be loaded as a context."""
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of a text."""

@@ -17,7 +17,7 @@ from valora_serve.types import Request, SamplingParams
 async def main(bundle: Path, file: Path) -> None:
     engine = await start_engine(EngineSettings(base="tiny", profile=False))
     try:
-        domains = [found for found in await engine.load_bundle(bundle) if found.kind == "domain"]
+        domains = [found for found in await engine.load("bundle", bundle) if found.kind == "domain"]
         image = Image.open(file).convert("RGB")
         for domain in domains:
             async for output in engine.generate(Request(domain.name, domain.name, images=[image])):

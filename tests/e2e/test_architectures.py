@@ -115,7 +115,7 @@ def replayed(base, bundle):
         rounding = follow_bundles(EngineSettings(), [bundle]).quantize
         engine = AsyncEngine(make_engine(str(base), fresh=rounding != "none", quantize=rounding))
         try:
-            await engine.load_bundle(bundle)
+            await engine.load("bundle", bundle)
             return await replay(engine, bundle)
         finally:
             await engine.close()

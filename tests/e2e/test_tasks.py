@@ -177,7 +177,7 @@ def test_a_task_of_another_package_is_trained_and_served(installed, random_llava
     engine = AsyncEngine(make_engine(str(random_llava)))
 
     async def load():
-        await engine.load_bundle(folder)
+        await engine.load("bundle", folder)
         return await replay(engine, folder)
 
     assert asyncio.run(load()) == len(golden) == 2

@@ -30,6 +30,7 @@ from valora_serve.types import (
     Times,
     TokenLogprobs,
     Usage,
+    joined,
 )
 
 BASE = ServedModel("tiny", "base", "tiny")
@@ -92,6 +93,8 @@ class FakeEngine:
     async def generate(self, request):
         for one in (request, *request.also):
             async with contextlib.aclosing(self._generate(one)) as outputs:
+                if not one.stream:
+                    yield joined([output async for output in outputs])
                 async for output in outputs:
                     yield output
 
@@ -258,7 +261,11 @@ class FakeEngine:
             generated_tokens=100,
         )  # fmt: skip
 
-    async def load_adapter(self, name, folder, *, decode_only=False):
+    async def load(self, kind, folder, name="", *, decode_only=False):
+        if kind == "bundle":
+            return self._load_bundle(folder)
+        if kind == "context":
+            return [self._load_context(name, folder)]
         for file in ("adapter_config.json", "adapter_model.safetensors"):
             if not (folder / file).is_file():  # as the catalogue, which opens no pipe either
                 raise errors.AdapterError(f"{folder} is no adapter, as it holds no {file}")
@@ -274,13 +281,9 @@ class FakeEngine:
         made = replace(ADAPTER, name=name, adapter=name, root=str(folder), bundle=None)
         made = replace(made, decode_only=decode_only)
         self._served[name] = made
-        return made
+        return [made]
 
     async def make_context(self, wanted, folder):
-        await self.compress(wanted, folder)
-        return await self.load_context(wanted.name, folder)
-
-    async def compress(self, wanted, folder):
         if not wanted.document.strip():
             raise errors.RequestError(
                 f"context {wanted.name}: the document is empty: send its text"
@@ -290,7 +293,7 @@ class FakeEngine:
         (folder / "context.json").write_text(json.dumps(facts))
         (folder / "memory.safetensors").write_bytes(wanted.document.encode())
 
-    async def load_context(self, name, folder):
+    def _load_context(self, name, folder):
         try:
             document, form, adapter = json.loads((folder / "context.json").read_text())
         except OSError as error:
@@ -320,7 +323,7 @@ class FakeEngine:
             raise errors.BusyError(f"{kind} {name} belongs to bundle {found.bundle}")
         del self._served[name]
 
-    async def load_bundle(self, folder):
+    def _load_bundle(self, folder):
         if not (file := Path(folder) / "bundle.json").is_file():
             raise errors.AdapterError(f"{folder} is no bundle, as it holds no {file.name}")
         manifest = json.loads(file.read_text())

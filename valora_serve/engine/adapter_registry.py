@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from valora_data.contract.contexts import Memory
-from valora_data.errors import BundleError
 from valora_kernels.metadata import NONE
 from valora_serve.catalogue.adapters import Adapter, read_adapter
 from valora_serve.catalogue.contexts import Context, read_file
@@ -155,34 +154,26 @@ class AdapterRegistry:
             "use another model; loading the adapter again lifts the quarantine"
         )
 
-    def read(self, folder: Path, name: str | None = None, *, decode_only: bool = False) -> Read:
-        """Read, check and pack a bundle, or a PEFT adapter under a name; for `register`."""
-        if name is None:
-            staged = self.store.stage_bundle(folder)
-        else:
+    def read(self, kind: str, folder: Path, name: str, *, decode_only: bool = False) -> Read:
+        """Read, check and pack what `EngineClient.load` loads; for `register`."""
+        if kind == "adapter":
             staged = self.store.stage_adapter(name, folder, decode_only=decode_only)
+        elif kind == "context":
+            staged = self.store.stage_context(name, folder)
+        else:
+            staged = self.store.stage_bundle(folder)
         unmergeable, dtype = {}, self._memory.storage.dtype
         for content, adapter in staged.adapters.items():
             reason = check_effect(adapter, dtype, self._row_norms)
             if (reason := reason if self.lmm.mergeable else FIXED) is not None:
                 unmergeable[content] = reason
         packed = {content: self._memory.pack(one) for content, one in staged.adapters.items()}
-        return staged, packed, unmergeable, self._pack_prefixes(staged)
-
-    def read_context(self, name: str, folder: Path) -> Read:
-        """Read a context that was made at run time, as `read` does."""
-        try:
-            staged = self.store.stage_context(name, folder)
-        except BundleError as error:
-            raise AdapterError(f"context {name}: {error}") from error
-        return staged, {}, {}, self._pack_prefixes(staged)
-
-    def _pack_prefixes(self, staged: Staged) -> dict[str, PackedPrefix]:
-        contexts = {one.context.content: one.context for one in staged.targets if one.context}
-        return {
-            content: self.pack_prefix(contexts[content].name, content, memory)
+        named = {one.context.content: one.context.name for one in staged.targets if one.context}
+        prefixes = {
+            content: self.pack_prefix(named[content], content, memory)
             for content, memory in staged.memories.items()
         }
+        return staged, packed, unmergeable, prefixes
 
     def pack_prefix(self, name: str, content: str, memory: Memory) -> PackedPrefix:
         """Lay out the prefix of a context in host memory."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from valora_serve.engine.engine import Engine, as_serve_error
 from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
@@ -27,6 +27,7 @@ from valora_serve.types import (
     Request,
     ServedModel,
     failure,
+    joined,
 )
 
 log = logging.getLogger(__name__)
@@ -171,11 +172,13 @@ class AsyncEngine(EngineClient):
                 if output.finish is not None:
                     self._queues.pop(output.id, None)
                 continue
-            ready = [output]
+            whole = output
             if waiting.held is not None:  # each output on its own costs the event loop 50 us
                 waiting.held.append(output)
-                ready = waiting.held if output.finish is not None else []
-            news += [(waiting.queue, one) for one in ready]
+                if output.finish is None:
+                    continue
+                whole = joined(waiting.held)
+            news.append((waiting.queue, whole))
         if news and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(_put, news)
@@ -308,25 +311,19 @@ class AsyncEngine(EngineClient):
     def stats(self) -> EngineStats:
         return self._stats
 
-    async def load_adapter(
-        self, name: str, folder: Path, *, decode_only: bool = False
-    ) -> ServedModel:
-        read = partial(self._engine.registry.read, folder, name, decode_only=decode_only)
-        return (await self._register(read))[0]
-
-    async def load_bundle(self, folder: Path) -> list[ServedModel]:
-        return await self._register(partial(self._engine.registry.read, folder))
-
-    async def _register(self, read: Callable[[], Any]) -> list[ServedModel]:
-        """Read something in the thread for it, and make it nameable between two steps."""
+    async def load(
+        self, kind: str, folder: Path, name: str = "", *, decode_only: bool = False
+    ) -> list[ServedModel]:
+        registry = self._engine.registry
+        read = partial(registry.read, kind, folder, name, decode_only=decode_only)
         found = await self._in(self._loading, read)
-        names = await self._do(lambda: self._engine.registry.register(found))
+        names = await self._do(lambda: registry.register(found))  # between two steps
         return [model for model in self.models() if model.name in names]
 
     async def unload(self, kind: str, name: str) -> None:
         await self._do(partial(self._engine.registry.unregister, kind, name))
 
-    async def make_context(self, wanted: NewContext, folder: Path) -> ServedModel:
+    async def make_context(self, wanted: NewContext, folder: Path) -> None:
         name = f"context-{secrets.token_hex(8)}"
         prepared, write = await self._in(
             self._preparing, lambda: self._engine.prepare_compression(wanted, name)
@@ -335,10 +332,6 @@ class AsyncEngine(EngineClient):
         async with contextlib.aclosing(answering) as outputs:
             *_, last = [output async for output in outputs]
         await self._in(self._loading, partial(write, folder, last))
-        return await self.load_context(wanted.name, folder)
-
-    async def load_context(self, name: str, folder: Path) -> ServedModel:
-        return (await self._register(partial(self._engine.registry.read_context, name, folder)))[0]
 
     # ------------------------------------------------------------------ facts
 

@@ -216,7 +216,8 @@ class Engine:
         self, folder: Path, name: str | None = None, *, decode_only: bool = False
     ) -> list[str]:
         """Load a bundle, or a PEFT adapter under a name; return what requests can name."""
-        return self.registry.register(self.registry.read(folder, name, decode_only=decode_only))
+        kind, registry = "bundle" if name is None else "adapter", self.registry
+        return registry.register(registry.read(kind, folder, name or "", decode_only=decode_only))
 
     def warm_up(self) -> None:
         """Capture CUDA graphs and compile kernels; the likeliest ones if ``capture=lazy``."""

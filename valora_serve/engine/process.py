@@ -173,11 +173,9 @@ class EngineProcess(EngineClient):
                 yield failure(one, wrong, arrival)
 
     warm_up = partialmethod(_call, "warm_up")
-    load_adapter = partialmethod(_call, "load_adapter")
-    load_bundle = partialmethod(_call, "load_bundle")
+    load = partialmethod(_call, "load")
     unload = partialmethod(_call, "unload")
     make_context = partialmethod(_call, "make_context")
-    load_context = partialmethod(_call, "load_context")
 
     def models(self) -> list[ServedModel]:
         return self._models

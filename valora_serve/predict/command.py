@@ -111,7 +111,7 @@ async def _run(options: argparse.Namespace) -> int:
             stack.push_async_callback(engine.close)
             models[:] = []
             for folder in folders:
-                models.extend(m for m in await engine.load_bundle(folder) if m.kind == "domain")
+                models.extend(m for m in await engine.load("bundle", folder) if m.kind == "domain")
                 if not options.no_golden:
                     shared_pool().start()
                     await golden.replay(engine, folder)

@@ -233,15 +233,13 @@ async def _answers(
         make_request(name, model, content, options)
         for name, model in zip(made, job.domains, strict=True)
     )
-    texts = dict.fromkeys(made, "")
     async for output in engine.generate(replace(first, also=tuple(also))):
-        texts[output.id] += output.text
         fields: dict[str, Any] = {"width": content[0].width, "height": content[0].height}
         if output.finish in (Finish.ERROR, Finish.CANCELLED):
             fields["error"] = str(output.error or "the request was cancelled")
-        elif output.finish is not None:
+        else:
             answer = output.head.image_fields(0) if output.head is not None else None
-            fields["answer"] = answer or {"text": texts[output.id].strip()}
+            fields["answer"] = answer or {"text": output.text.strip()}
         made[output.id] = replace(made[output.id], **fields)
     return list(made.values())
 
@@ -255,6 +253,6 @@ def make_request(
     return Request.about(
         content,
         words if model.takes_words else None, video=model.media == "video", id=name,
-        model=model.name, min_score=options.min_score,
+        model=model.name, min_score=options.min_score, stream=False,
         sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
     )  # fmt: skip

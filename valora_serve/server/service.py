@@ -222,24 +222,19 @@ class Service:
     ) -> list[Output | ServeError]:
         """Answers to requests about the same images, which share passes; or the error of each."""
         first, *others = starmap(self._sent, asked)
-        found: dict[str, list[Output]] = {request.id: [] for _, request in asked}
-
         stream = self.engine.generate(replace(first, also=tuple(others)))
         async with contextlib.aclosing(stream) as outputs:
-            async for output in outputs:
-                found[output.id].append(output)
-        return [self._answer(*one, found[one[1].id]) for one in asked]
-
-    def _answer(
-        self, ticket: Ticket, request: Request, outputs: list[Output]
-    ) -> Output | ServeError:
-        try:
-            with self._taken(ticket, request) as take:
-                for output in outputs:
-                    take(output)
-        except ServeError as error:
-            return error
-        return joined(outputs)
+            whole = {output.id: output async for output in outputs}
+        found: list[Output | ServeError] = []
+        for ticket, request in asked:
+            try:
+                with self._taken(ticket, request) as take:
+                    if request.id in whole:
+                        take(whole[request.id])
+                found.append(whole[request.id])
+            except ServeError as error:
+                found.append(error)
+        return found
 
 
 def last_part(name: str) -> str:
@@ -259,16 +254,6 @@ def domain_of(domains: Mapping[str, ServedModel], name: str) -> ServedModel:
         known = listed(domains) or "none: load a bundle"
         raise UnknownModelError(f"There is no domain {name[:100]!a}: the domains are {known}")
     return domains[name]
-
-
-def joined(outputs: Sequence[Output]) -> Output:
-    """The outputs of an answer as one."""
-    return replace(
-        outputs[-1],
-        text="".join(one.text for one in outputs),
-        logprobs=tuple(item for one in outputs for item in one.logprobs),
-        prompt=next((one.prompt for one in outputs if one.prompt is not None), None),
-    )
 
 
 def _spread(times: Times | None, count: int) -> list[float]:

@@ -47,7 +47,7 @@ async def exchange(reader, writer, message):
 
 async def overhead(folder, port):
     engine = await start_engine(EngineSettings(profile=False))
-    await engine.load_bundle(folder)
+    await engine.load("bundle", folder)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     buffer = io.BytesIO()
     Image.radial_gradient("L").resize((96, 96)).convert("RGB").save(buffer, "PNG")

@@ -267,7 +267,7 @@ async def fused(options, folder, names, way, images):
             )
 
     try:
-        await engine.load_bundle(folder)
+        await engine.load("bundle", folder)
         await engine.warm_up()
         speed = await timed(options, answer, images)
     finally:

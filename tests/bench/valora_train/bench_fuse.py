@@ -257,7 +257,7 @@ def serve(given: argparse.Namespace) -> dict[str, Any]:
     async def ask() -> int | str:
         engine = AsyncEngine(Engine(follow_bundles(settings, [bundle])))
         try:
-            await engine.load_bundle(bundle)
+            await engine.load("bundle", bundle)
             return await replay(engine, bundle)
         except AdapterError as error:  # random heads may lie at a tie
             return str(error)

@@ -20,7 +20,6 @@ from valora_serve.server.api.tools import calls_as_text
 from valora_serve.server.constrain import Grammar
 from valora_serve.server.context import ServerContext
 from valora_serve.server.gather import gathered
-from valora_serve.server.service import joined
 from valora_serve.types import Output, Request, SamplingParams, ServedModel
 
 T = TypeVar("T")
@@ -202,9 +201,9 @@ class Arrival:
 
     async def ask_all(self, requests: Sequence[Request]) -> list[Output]:
         """The whole answers to several requests."""
-        found: list[list[Output]] = [[] for _ in requests]
-        await self._ask(requests, lambda number, one: found[number].append(one), stream=False)
-        return list(map(joined, found))
+        found: dict[int, Output] = {}
+        await self._ask(requests, found.__setitem__, stream=False)
+        return [found[number] for number in range(len(requests))]
 
 
 def numbered(request: Request, count: int) -> list[Request]:

@@ -14,7 +14,6 @@ from valora_data.contract.results import CONFIDENCE_TOLERANCE, computed_in, text
 from valora_serve.errors import AdapterError, ImageError
 from valora_serve.server.media.fetch import MediaUrl
 from valora_serve.server.media.reader import MediaReader
-from valora_serve.server.service import joined
 from valora_serve.server.settings import ServerSettings
 from valora_serve.types import EngineClient, Finish, Request, SamplingParams
 
@@ -146,8 +145,9 @@ async def _check(
         pictures, example.question, id=f"golden-{folder.name}-{number}", model=domain,
         video=example.media == "video", min_score=max(0.0, threshold - CONFIDENCE_TOLERANCE),
         sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
+        stream=False,
     )  # fmt: skip
-    last = joined([output async for output in engine.generate(request)])
+    (last,) = [output async for output in engine.generate(request)]
     if last.finish in (Finish.ERROR, Finish.CANCELLED):
         raise AdapterError(
             f"golden example {named} of {domain} is not answered ({last.error}): the bundle is not "

@@ -24,7 +24,6 @@ from valora_serve.server.settings import existing_folder
 from valora_serve.server.telemetry import logs
 from valora_serve.types import EngineClient, NewContext, ServedModel, short_name
 
-Make = Callable[[], Awaitable[None]]  # what serves something new, in place of loading it
 CONTEXTS = "contexts"  # folder of the contexts made at run time, in the adapter folder
 
 
@@ -104,20 +103,18 @@ class ServedSet:
         path = self.state.of(kind).get(name)
         if path is None:  # a bundle of the command line, which another had replaced
             if name in self._given:
-                await self._engine.load_bundle(self._given[name])
+                await self._engine.load("bundle", self._given[name])
             return
         if sha256 := self.state.sha256.get(f"{kind} {name}"):
             await asyncio.to_thread(check_content, kind, Path(path), sha256)
         folder = await asyncio.to_thread(self._checked, kind, path)
         if kind == "bundle":
-            await self._load_bundle(folder)
-        elif kind == "adapter":
-            late = name in self.state.decode_only
-            await self._engine.load_adapter(name, folder, decode_only=late)
-            self.found.pop(name, None)
-        else:
+            return await self._load_bundle(folder)
+        if kind == "context":
             await self._give_way([name])
-            await self._engine.load_context(name, folder)
+        late = kind == "adapter" and name in self.state.decode_only
+        await self._engine.load(kind, folder, name, decode_only=late)
+        self.found.pop(name, None)
 
     @contextlib.asynccontextmanager
     async def _alone(self) -> AsyncIterator[SavedState]:
@@ -141,8 +138,8 @@ class ServedSet:
             self._reserve_served()
             await self._serve_waiting()
 
-    async def _move(self, state: SavedState, make: Make | None = None, *key: str) -> None:
-        """Serve what a state asks for; the kind and name of `key` in any case, if need be made."""
+    async def _move(self, state: SavedState, *key: str) -> None:
+        """Serve what a state asks for; the kind and name of `key` in any case."""
         served = self._served_bundles()
         self._given |= {n: path for n, path in served.items() if n not in self.state.bundles}
         old, new = self._wanted(self.state), self._wanted(state)
@@ -152,7 +149,7 @@ class ServedSet:
                 await self._engine.unload(kind, name)
         changed = [one for one, content in new.items() if old.get(one) != content or one == key]
         for kind, name in sorted(changed, key=lambda one: KINDS.index(one[0])):
-            await (self._load_again(kind, name) if make is None else make())
+            await self._load_again(kind, name)
 
     def _wanted(self, state: SavedState) -> dict[tuple[str, ...], tuple[str | None, ...]]:
         """What a state asks for, by kind and name; equal values are the same content."""
@@ -165,9 +162,7 @@ class ServedSet:
                 found[kind, name] = path, state.sha256.get(f"{kind} {name}"), late
         return found
 
-    async def _change(
-        self, kind: str, name: str, new: SavedState, make: Make | None = None
-    ) -> list[ServedModel]:
+    async def _change(self, kind: str, name: str, new: SavedState) -> list[ServedModel]:
         """Record a change and make it: both, or neither; returns what is served of it then."""
         what, old = f"{kind} {name}", self.state
         new.sha256.pop(what, None)
@@ -177,7 +172,7 @@ class ServedSet:
         except OSError as error:
             raise self._unrecorded(what, error) from error
         try:
-            await self._move(new, make, kind, name)
+            await self._move(new, kind, name)
         except BaseException:  # loading changes nothing if it fails
             self._file.discard()
             self.state = old
@@ -253,7 +248,7 @@ class ServedSet:
                     f"There is no model {entry.name!r}, and its name is kept for what an operator "
                     "has loaded: name one of /v1/models"
                 )
-            await self._engine.load_adapter(entry.name, entry.folder)
+            await self._engine.load("adapter", entry.folder, entry.name)
             self.found[entry.name] = entry
             await self._serve_waiting()
 
@@ -289,18 +284,13 @@ class ServedSet:
             )  # fmt: skip
             folder = self._folder / CONTEXTS / f"{name}-{secrets.token_hex(4)}"
             unused, new.contexts[name] = new.contexts.get(name), str(folder)
-
-            async def make() -> None:
-                await self._give_way([name])
-                try:
-                    await self._engine.make_context(wanted, folder)
-                except OSError as error:
-                    raise self._unrecorded(f"context {name}", error) from error
-
             try:
-                return (await self._change("context", name, new, make))[0]
-            except BaseException:
+                await self._engine.make_context(wanted, folder)
+                return (await self._change("context", name, new))[0]
+            except BaseException as error:
                 unused = str(folder)
+                if isinstance(error, OSError):
+                    raise self._unrecorded(f"context {name}", error) from error
                 raise
             finally:
                 if unused is not None:
@@ -344,7 +334,7 @@ class ServedSet:
         name, *others = await asyncio.to_thread(bundle_names, folder)
         before = self._served_bundles().get(name)
         await self._give_way((name, *others))
-        await self._engine.load_bundle(folder)
+        await self._engine.load("bundle", folder)
         try:
             if self.replay is not None:
                 await self.replay(folder)
@@ -352,7 +342,7 @@ class ServedSet:
             try:
                 await self._engine.unload("bundle", name)
                 if before is not None and before.resolve() != folder:  # it was not overwritten
-                    await self._engine.load_bundle(before)
+                    await self._engine.load("bundle", before)
             except ValoraError as failure:
                 raise errors.AdapterError(
                     f"{error}; the version before it could not be loaded again: {failure}"

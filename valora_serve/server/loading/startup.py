@@ -114,7 +114,7 @@ async def load_all(engine: Any, bundles: Sequence[Path], served: ServedSet) -> S
             if name not in served.state.bundles:  # `restore` loads the one that replaced it
                 left_out.append(f"bundle {name} was unloaded at run time: load it to serve it")
             continue
-        made = await engine.load_bundle(folder)
+        made = await engine.load("bundle", folder)
         name = next((model.bundle for model in made if model.bundle), None) or folder.name
         logs.LOG.info("loaded %s", name, extra={"facts": {"folder": str(folder)}})
         loaded.append(folder)

@@ -51,8 +51,8 @@ def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(base, tmp_
     whole = [system_turn(DOCUMENT), *question]
 
     async def use(client):
-        made = await client.make_context(NewContext("doc", DOCUMENT), tmp_path / "doc")
-        found = [made]
+        await client.make_context(NewContext("doc", DOCUMENT), tmp_path / "doc")
+        found = await client.load("context", tmp_path / "doc", "doc")
         for request in (Request("a", "doc", messages=question, sampling=SAMPLING),
                         Request("b", None, messages=whole, sampling=SAMPLING)):  # fmt: skip
             found.append((await outputs_of(client, request)).tokens)
@@ -72,17 +72,17 @@ def test_a_prefix_of_all_tokens_answers_as_the_document_in_the_prompt(base, tmp_
 def test_a_shorter_prefix_keeps_positions_and_is_served_as_it_was_stored(base, tmp_path):
     engine = make_engine(base)
     folder = tmp_path / "contexts/doc.safetensors"
+    request = Request("a", "doc", messages=ask("Who knows?"), sampling=SAMPLING)
 
     async def use(client):
         await client.make_context(NewContext("doc", DOCUMENT, tokens=37), tmp_path / "doc")
-        request = Request("a", "doc", messages=ask("Who knows?"), sampling=SAMPLING)
+        await client.load("context", tmp_path / "doc", "doc")
         return (await outputs_of(client, request)).tokens
 
     tokens = with_client(engine, use)
     folder.parent.mkdir()
     (tmp_path / "doc" / MEMORY_FILE).rename(folder)
     reference = ContextReference(base, tmp_path, {"doc": ContextSpec(PREFIX, 37)}, {})
-    request = Request("a", "doc", messages=ask("Who knows?"), sampling=SAMPLING)
     assert tokens == reference(request).tokens
 
 
@@ -94,10 +94,10 @@ def test_memory_tokens_are_those_of_the_encoder(base, bundle, tmp_path, settings
 
     async def use(client):
         for place in ("first", "again"):  # the document is in the prefix cache then
-            made = await client.make_context(new, tmp_path / place)
-        return made
+            await client.make_context(new, tmp_path / place)
+        return await client.load("context", tmp_path / place, "doc")
 
-    made = with_client(engine, use)
+    (made,) = with_client(engine, use)
     assert (made.adapter, made.form, made.memory_tokens) == ("documents/reader", MEMORY_TOKENS, 6)
     lmm = engine.lmm
     model = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)

@@ -86,7 +86,7 @@ def test_answers_are_those_of_an_engine_in_this_process(bundle):
     ]  # fmt: skip
 
     async def answers(engine):
-        await engine.load_bundle(bundle)
+        await engine.load("bundle", bundle)
         await engine.warm_up()
         facts = engine.base, engine.dtype, engine.context_length, engine.count_tokens("a red star")
         models = [replace(one, loaded_at=0) for one in engine.models()]
@@ -108,7 +108,7 @@ def test_large_images_pass_in_uvloop(bundle):
     uvloop = pytest.importorskip("uvloop")
 
     async def body(engine):
-        await engine.load_bundle(bundle)
+        await engine.load("bundle", bundle)
         large = Request("large", model="scene", images=[noise(2000, 1700, 1)])
         return await outputs_of(engine, large)
 
@@ -121,17 +121,17 @@ def test_models_come_and_go(bundle, tmp_path):
 
     async def body(engine):
         before = names(engine.models())
-        made = names(await engine.load_bundle(bundle))
+        made = names(await engine.load("bundle", bundle))
         assert made and names(engine.models()) == before | made
         with pytest.raises(AdapterError, match="is no adapter"):
-            await engine.load_adapter("sample/adapter-1", tmp_path)
+            await engine.load("adapter", tmp_path, "sample/adapter-1")
         with pytest.raises(UnknownModelError, match="no bundle is named nothing"):
             await engine.unload("bundle", "nothing")
-        context = await engine.make_context(NewContext("story", "a red star " * 20), tmp_path / "c")
-        assert context.name == "story" and (tmp_path / "c").is_dir()
+        await engine.make_context(NewContext("story", "a red star " * 20), tmp_path / "c")
+        assert names(await engine.load("context", tmp_path / "c", "story")) == {"story"}
         assert (await outputs_of(engine, words("about", tokens=1, model="story"))).error is None
         await engine.unload("context", "story")
-        await engine.load_context("again", tmp_path / "c")
+        await engine.load("context", tmp_path / "c", "again")
         await engine.unload("context", "again")
         await engine.unload("bundle", "sample")
         assert names(engine.models()) == before

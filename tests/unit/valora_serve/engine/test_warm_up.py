@@ -214,7 +214,7 @@ def test_costs_of_adapters_that_come_at_run_time_are_measured(base, adapters, tm
 
     async def served(engine):
         await engine.warm_up()
-        await engine.load_adapter("a", Path(adapters["a"]))
+        await engine.load("adapter", Path(adapters["a"]), "a")
         async for output in engine.generate(question("one", "a", tokens=2)):
             assert output.error is None
         while not made.cost.lora_rank:

@@ -253,9 +253,9 @@ def test_what_could_not_be_restored_can_be_forgotten(place):
 
 def test_a_load_goes_on_when_its_client_leaves(place, caplog):
     class Slow(FakeEngine):
-        async def load_adapter(self, name, folder, *, decode_only=False):
+        async def load(self, *given, **options):
             await asyncio.sleep(0.3)
-            return await super().load_adapter(name, folder, decode_only=decode_only)
+            return await super().load(*given, **options)
 
     adapter(place / "adapters" / "bad", content=b"nope")
     with serving(Slow(), key=ADMIN, **loading(place)) as server:

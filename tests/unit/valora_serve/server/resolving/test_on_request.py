@@ -182,11 +182,11 @@ def test_of_other_files_only_the_model_s_configuration_is_fetched(place):
 def test_what_nothing_foresees_is_refused_and_remembered(error, place, monkeypatch):
     asked = []
 
-    async def fail(self, name, folder, **_):
+    async def fail(self, kind, folder, name, **_):
         asked.append(name)
         raise error
 
-    monkeypatch.setattr(FakeEngine, "load_adapter", fail)
+    monkeypatch.setattr(FakeEngine, "load", fail)
     with serving(**settings(place)) as server:
         for _ in range(3):
             answer = ask(server, "cars-1")

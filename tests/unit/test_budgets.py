@@ -14,7 +14,7 @@ BUDGETS = {
     "data/valora_data": 9_355,
     "teachers/valora_teachers": 1_614,
     "kernels/valora_kernels": 3_762,
-    "valora_serve": 25_097,
+    "valora_serve": 25_057,
     "tests/*/valora_train": 7_130,
     "tests/*/valora_data": 3_573,
     "tests/*/valora_teachers": 1_142,

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 DECODE_ROWS = (1, 8, 32, 64, 128, 256, 512)  # decoding requests of a measured step
 CONTEXTS = (32, 512)  # their tokens in the KV cache
 PREFILL_TOKENS = (16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # prompt tokens of one
-# Decoding requests beside them, and their tokens in the KV cache: few, and so many that other
-# kernels read these. From few alone a fit made these cost three times as much, and prompts were
-# held back for nothing.
-BESIDE = ((8, 256), (64, 512))
+# Decoding requests beside them, and their tokens in the KV cache: few, and as many as there are
+# pages for, which other kernels read. From few alone a fit made these cost three times as much, and
+# prompts were held back for nothing.
+BESIDE = ((8, 256), (128, 512))
 IMAGES, SIDE = (1, 8), 448  # new images of a measured step, and their pixels in a row
 # The same for a CPU, where a start should not wait for more. Prompt tokens are those at which
 # slopes change: between two others, a fit made the first 128 free, and policies liked such steps.
@@ -216,17 +216,27 @@ def _steps(engine: Engine) -> Iterator[Step]:
                 batches.append(([(0, len(prompt.ids))] * count, prompt.visuals))
     if settings.max_requests >= 4 and settings.max_tokens >= 4 * 64:  # whose tokens see few others
         batches.append(([(0, 64)] * 4, ()))
-    for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
-        if tokens <= min(settings.max_tokens, settings.chunk, engine.context_length - 1):
-            batches.append(([(0, tokens)], ()))
-            for count, context in (BESIDE if cuda else BESIDE[:1]) if tokens > 64 else ():
-                few = min(count, settings.max_requests - 1)
-                batches.append(([(0, tokens - few), *[(context, 1)] * few], ()))
+    batches += [(rows, ()) for rows in _prompts(engine)]
     # A step's mixes one after the other: whatever slows the machine down meanwhile slows all.
     for rows, visuals in batches:
         for mix in mixes:
             if (step := make_step(engine, *mix, rows, visuals)) is not None:
                 yield step
+
+
+def _prompts(engine: Engine) -> Iterator[list[tuple[int, int]]]:
+    """Rows of steps with a prompt, alone and beside decoding requests."""
+    settings, cuda = engine.settings, engine.device.type == "cuda"
+    for tokens in PREFILL_TOKENS if cuda else FEW_TOKENS:
+        if tokens > min(settings.max_tokens, settings.chunk, engine.context_length - 1):
+            return
+        yield [(0, tokens)]
+        room = engine.pool.free * settings.block_size - tokens
+        for count, length in BESIDE if cuda else BESIDE[:1]:
+            context = min(length, engine.context_length - 2)
+            fit = max(0, room // (context + settings.block_size))
+            if tokens > max(64, few := min(count, settings.max_requests - 1, fit)):
+                yield [(0, tokens - few), *[(context, 1)] * few]
 
 
 def _picture(engine: Engine) -> Prompt | None:

@@ -276,6 +276,15 @@ def test_an_engine_serves_without_costs(base, adapters, monkeypatch):
     assert (stats.merged_adapter, stats.pages_kv, stats.switches) == (None, 0, 0)
 
 
+@pytest.mark.parametrize("pages", [8, 40, 400])
+def test_prompts_on_a_gpu_are_measured_beside_as_many_requests_as_fit(base, adapters, pages):
+    engine = make_engine(base, {"a": adapters["a"]}, pages=pages, max_tokens=1024)
+    engine.device = Mock(type="cuda")
+    beside = [step.shape for step in profile._steps(engine) if step.shape.prefill]
+    assert {shape.decode + shape.prefill for shape in beside} >= {16, 64}
+    assert max(shape.decode for shape in beside) == {8: 0, 40: 1, 400: 11}[pages]
+
+
 def test_a_measurement_that_is_interrupted_goes_on(base, adapters, monkeypatch):
     engine = make_engine(base, {"a": adapters["a"]}, policy="valora", prompt_graphs=True)
     engine.runner.give_up(Preparation(PROMPT, engine.runner.captured_prompts[-1], 0))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from PIL import Image
 
+from valora_serve.engine.async_engine import start_engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.start import start_engine
 from valora_serve.types import Request, SamplingParams
 
 

@@ -60,7 +60,7 @@ def test_every_page_is_there_and_loads_nothing_from_elsewhere(site):
 
 def test_the_reference_has_what_the_public_names_document(site):
     engine = (site / "reference" / "engine.html").read_text(encoding="utf-8")
-    for anchor in ("valora_serve.engine.start.start_engine", "valora_serve.types.Request"):
+    for anchor in ("valora_serve.engine.async_engine.start_engine", "valora_serve.types.Request"):
         assert f'id="{anchor}"' in engine
     assert "A setting cannot be kept on this machine." in engine  # of a docstring's Raises
     settings = (site / "reference" / "settings-server.html").read_text(encoding="utf-8")

@@ -15,9 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import transformers.utils.logging
+
 from valora_serve.engine.engine import Engine, as_serve_error
 from valora_serve.engine.profile import Profiler, adopt, ensure_costs, lacks_costs
 from valora_serve.engine.sequence import Prepared
+from valora_serve.engine.settings import EngineSettings
 from valora_serve.errors import RequestError, ServeError, StoppedError, UnknownModelError
 from valora_serve.types import (
     EngineClient,
@@ -353,6 +356,16 @@ class AsyncEngine(EngineClient):
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join, seconds)
         self._preparing.shutdown(wait=False)  # what waits there is told that the engine is stopped
         self._loading.shutdown(wait=False)
+
+
+async def start_engine(settings: EngineSettings) -> AsyncEngine:
+    """Load the base model and start an engine, without adapters.
+
+    Raises:
+        ServeError: A setting cannot be kept on this machine.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    return AsyncEngine(await asyncio.to_thread(Engine, settings))
 
 
 def _put(news: list[tuple[asyncio.Queue[Output], Output]]) -> None:

@@ -69,7 +69,7 @@ class EngineProcess(EngineClient):
     async def start(
         cls, settings: EngineSettings, read_tokenizer: Callable[[Any], None] | None = None
     ) -> EngineProcess:
-        """Start an engine, as `start.start_engine` does in this process.
+        """Start an engine, as `async_engine.start_engine` does in this process.
 
         `read_tokenizer` is called there with the tokenizer before anything is asked.
         """
@@ -253,7 +253,7 @@ class _EngineServer(logging.Handler):
     async def _start(
         self, settings: EngineSettings, level: int, read_tokenizer: Callable[[Any], None] | None
     ) -> tuple[Any, ...]:
-        from valora_serve.engine.start import start_engine
+        from valora_serve.engine.async_engine import start_engine
 
         logger = logging.getLogger("valora_serve")
         logger.handlers, logger.propagate = [self], False

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(options: argparse.Namespace) -> int:
-    from valora_serve.engine.start import start_engine
+    from valora_serve.engine.async_engine import start_engine
     from valora_serve.server.loading import golden, startup
     from valora_serve.server.media.pool import shared_pool
 

@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from tests.e2e.valora_serve.serving import Process, whole
 from tests.support.serve_helpers import make_bundle
+from valora_serve.engine.async_engine import start_engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.start import start_engine
 from valora_serve.server.telemetry.metrics import memory_bytes
 from valora_serve.types import Request, SamplingParams
 

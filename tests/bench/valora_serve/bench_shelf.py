@@ -34,8 +34,8 @@ from tests.e2e.valora_serve.serving import Process, whole
 from valora_data import shards
 from valora_data.contract.base_model import base_folder
 from valora_data.schema import Split
+from valora_serve.engine.async_engine import start_engine
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.start import start_engine
 from valora_serve.server.loading.startup import follow_bundles
 from valora_serve.types import Request
 from valora_train.metrics.speed import machine

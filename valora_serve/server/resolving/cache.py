@@ -17,13 +17,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from valora_data.contract.files import UnreadableError, read_json
 from valora_data.hashing import file_hash
 from valora_serve import errors
-from valora_serve.server.resolving.sources import FETCHED, FILES, PIECE, Found, Resolver, Stream
+from valora_serve.server.resolving.sources import FETCHED, FILES, PIECE, Found, Resolver
 from valora_serve.server.settings import ServerSettings
 from valora_serve.server.telemetry import logs
 
@@ -177,7 +178,7 @@ class AdapterCache:
                 self._reserved -= room
 
     def _copy(
-        self, stream: Stream, file: Path, name: str, max_bytes: int, cancelled: threading.Event
+        self, stream: Any, file: Path, name: str, max_bytes: int, cancelled: threading.Event
     ) -> tuple[str, int]:
         """Copy a file; return its sha256 and bytes, or what is read when they are too many."""
         digest, read = hashlib.sha256(), 0

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 from valora_data.contract.files import UnreadableError, expanded, open_regular
 from valora_data.registry import Registry
@@ -74,13 +74,6 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-class Stream(Protocol):
-    """A file that is being read."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return up to `size` bytes, at least `PIECE`; none at the end."""
-
-
 class Resolver(ABC):
     """Finds adapters by name at one place; its methods are called in threads.
 
@@ -120,8 +113,8 @@ class Resolver(ABC):
         return Found(version, {file: size for file, (size, _) in known.items()})
 
     @abstractmethod
-    def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
-        """Open one of `FETCHED` of an adapter that was found."""
+    def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Any]:
+        """Open one of `FETCHED` of an adapter that was found, which is read in order."""
 
 
 _ANY = "fsspec"
@@ -170,7 +163,7 @@ class FolderResolver(Resolver):
 
         return self._found(name, look)
 
-    def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Stream]:
+    def open(self, name: str, file: str, found: Found) -> AbstractContextManager[Any]:
         try:
             return open_regular(self._path(name, file), max_bytes=1 << 62)  # the reader bounds it
         except UnreadableError as error:
@@ -225,7 +218,7 @@ class HubResolver(Resolver):
         return found and replace(found, version=str(info.sha))
 
     @contextlib.contextmanager
-    def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
+    def open(self, name: str, file: str, found: Found) -> Iterator[Any]:
         from huggingface_hub import get_session, hf_hub_url, utils
 
         url = hf_hub_url(self._repository(name), file, revision=found.version)
@@ -297,7 +290,7 @@ class FsspecResolver(Resolver):
         return self._found(name, look)
 
     @contextlib.contextmanager
-    def open(self, name: str, file: str, found: Found) -> Iterator[Stream]:
+    def open(self, name: str, file: str, found: Found) -> Iterator[Any]:
         # In pieces a file is asked for with ranges, which not all servers of HTTP have.
         whole = {"block_size": 0} if self.scheme in ("http", "https") else {}
         files, root = self._opened()

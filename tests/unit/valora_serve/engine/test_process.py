@@ -23,9 +23,9 @@ from tests.support.forked import forked_workers
 from tests.support.serve_helpers import make_bundle
 from valora_data.contract.files import UnreadableError
 from valora_serve import errors
+from valora_serve.engine.async_engine import start_engine
 from valora_serve.engine.process import EngineProcess, _EngineServer, _Pickler
 from valora_serve.engine.settings import EngineSettings
-from valora_serve.engine.start import start_engine
 from valora_serve.errors import (
     AdapterError,
     DeadlineError,

@@ -41,7 +41,7 @@ def engines(monkeypatch, tmp_path):
         found.append(Engine())
         return found[-1]
 
-    monkeypatch.setattr("valora_serve.engine.start.start_engine", start)
+    monkeypatch.setattr("valora_serve.engine.async_engine.start_engine", start)
     monkeypatch.setattr(command, "short_pauses", contextlib.nullcontext)  # a collection takes 1 s
     bundle = tmp_path / "bundle"
     bundle.mkdir()

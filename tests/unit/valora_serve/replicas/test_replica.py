@@ -89,14 +89,13 @@ async def test_what_one_replica_refuses_none_of_them_serves(place, kind, error):
         async def refuse(*_, **__):
             raise error("no memory is left")
 
-        load = getattr(three.engine, f"load_{kind}")
+        load = three.engine.load
 
         async def slow(*given, **also):  # longer than between two reports
             await asyncio.sleep(1.5 * PERIOD)
             return await load(*given, **also)
 
-        setattr(two.engine, f"load_{kind}", refuse)
-        setattr(three.engine, f"load_{kind}", slow)
+        two.engine.load, three.engine.load = refuse, slow
         before = board.state()
         said = (await one.post(path, 400, **body)).json()["error"]["message"]
         assert said == "no memory is left"

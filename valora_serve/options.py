@@ -53,11 +53,8 @@ class _OptionSettings(BaseSettings):
         return env_settings, init_settings
 
 
-PATHS = frozenset({
-    "adapter_cache", "adapter_folder", "cost_folder", "decision_trace", "keys_file", "media_folder",
-    "sample_folder", "state_file", "tiling_folder", "tls_cert", "tls_key", "unix_socket",
-})  # fmt: skip
-"""Settings that are paths: ``~`` stands for the home folder, which no shell has put there in a
+PATHS = ("_folder", "_file", "_cache", "_trace", "tls_cert", "tls_key", "_socket")
+"""Ends of the names of paths: ``~`` stands for the home folder, which no shell has put there in a
 file, a variable or ``--option=~/path``."""
 
 
@@ -168,7 +165,7 @@ def _parsed(name: str, annotation: Any, value: Any) -> Any:
     if kind is not annotation and value in ("", "none", "None"):
         return None
     nested, origin = dataclasses.is_dataclass(kind), typing.get_origin(kind)
-    if isinstance(value, str) and name in PATHS:
+    if isinstance(value, str) and name.endswith(PATHS):
         return str(expanded(value))
     if isinstance(value, str) and (nested or origin in (list, tuple, dict)):
         value = [part for item in value.split(",") if (part := item.strip())]

@@ -300,6 +300,12 @@ class ServedModel:
         """Whether its prompt lacks words that only a request has, such as a question."""
         return self.prompted or not self.prompt or "{}" in self.prompt
 
+    def client(self, share_by: str, key: str | None) -> str | None:
+        """Who is charged for a request: an adapter or a key; None where no shares are kept."""
+        if share_by == "adapter":
+            return self.adapter or "base"
+        return key if share_by == "key" else None
+
     def reads(self, *, video: bool) -> bool:
         """Whether it reads prompts with a video, or with a single image."""
         single = video or self.images in (None, 1)

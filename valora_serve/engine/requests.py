@@ -21,7 +21,7 @@ from valora_serve.model.heads import EMBEDDING
 from valora_serve.model.lmm import Lmm
 from valora_serve.model.prompt import Prompt
 from valora_serve.model.sampler import TokenCounts, bias_arrays, make_generator
-from valora_serve.types import Request, SamplingParams, ServedModel
+from valora_serve.types import Request, SamplingParams
 
 LOOK_AHEAD: Final = 256  # waiting requests whose prefixes are loaded before it is their turn
 PREFETCHES: Final = 32  # most prefixes that are loaded at a time
@@ -141,7 +141,7 @@ class Requests:
             deadline=None if left is None else now + left,
             domain=request.model if target.model.kind == "domain" else None,
             latency_limit=left,
-            client=self._client(request, target.model, next(iter(adapters), None)),
+            client=target.model.client(self.settings.share_by, request.client),
             request=request,
             prompt=prompt,
             adapters=adapters,
@@ -205,13 +205,6 @@ class Requests:
         if key not in self.prefixes:
             raise UnknownModelError(f"context {context.name} was deleted: make it again")
         return key
-
-    def _client(self, request: Request, model: ServedModel, adapter: str | None) -> str | None:
-        if self.settings.share_by != "adapter":
-            return request.client if self.settings.share_by == "key" else None
-        if model.kind == "adapter":  # names of the same content have accounts of their own
-            return model.name
-        return "base" if adapter is None else self.registry.name(adapter)
 
     def queue(self) -> list[SequenceState]:
         """Return the waiting requests that policies see, oldest first.

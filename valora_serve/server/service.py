@@ -133,8 +133,10 @@ class Service:
             raise StoppedError("The engine has stopped: see the server's log")
         now, running = time.monotonic(), self.engine.stats().running
         made: dict[str, Ticket | ServeError] = {}
-        tickets = [Ticket(self.admission, model, self._client(model), len(requests), now)
-                   for model, requests in asked]  # fmt: skip
+        tickets = []
+        for model, requests in asked:
+            client = model.client(self.share_by, caller.get()) or ""
+            tickets.append(Ticket(self.admission, model, client, len(requests), now))
         counts: Counter[str] = Counter()
         for one in tickets:
             counts[one.client] += one.left
@@ -154,12 +156,6 @@ class Service:
             for one in tickets:
                 while one.left:
                     one.leave(None)
-
-    def _client(self, model: ServedModel) -> str:
-        """Who has a share of the machine for a request; "" if nobody has."""
-        if self.share_by == "adapter":
-            return model.adapter or "base"
-        return (caller.get() or "") if self.share_by == "key" else ""
 
     def _cache_salt(self, salt: str | None) -> str | None:
         """Return what requests share cached prompts and images by, from a request's own salt."""

@@ -55,6 +55,12 @@ def _few_threads() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _measured_for_this_session(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for what in ("COST", "TILING"):  # also by servers that tests start: else in the user's cache
+        os.environ[f"VALORA_{what}_FOLDER"] = str(tmp_path_factory.getbasetemp() / "measured")
+
+
 # That of the CPU alone is cheaper: torch.manual_seed keeps a traceback for each absent device.
 _seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 

@@ -66,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         extra = "train" if name in ("ask", "fuse", "label") else "serve"
         print(f"error: {error.name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # while libraries are imported, too
+        return 130
 
 
 if __name__ == "__main__":

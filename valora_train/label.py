@@ -41,8 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments)
     try:
         _label(options)
-    except KeyboardInterrupt:
-        return 130
     except ValoraError as error:
         said = str(error).replace("teacher.options.names", "--names CLASS=LABEL")
         print(f"error: {said}", file=sys.stderr)

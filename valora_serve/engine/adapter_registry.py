@@ -18,12 +18,7 @@ from valora_serve.catalogue.store import Staged, Store
 from valora_serve.engine.sequence import SequenceState
 from valora_serve.errors import AdapterError, QuarantinedError
 from valora_serve.memory.residency import Residency
-from valora_serve.memory.unified import (
-    AdapterMemory,
-    PackedAdapter,
-    PackedPrefix,
-    PrefixMemory,
-)
+from valora_serve.memory.unified import AdapterMemory, PackedAdapter, PackedPrefix, PrefixMemory
 from valora_serve.model.linears import Linears
 from valora_serve.model.lmm import Lmm
 from valora_serve.types import Mode

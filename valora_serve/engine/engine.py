@@ -634,11 +634,7 @@ class Engine:
         return rows
 
     def _token(
-        self,
-        sequence: SequenceState,
-        token: int,
-        logprobs: tuple[TokenLogprobs, ...],
-        mode: Mode,
+        self, sequence: SequenceState, token: int, logprobs: tuple[TokenLogprobs, ...], mode: Mode
     ) -> None:
         """Add a token to a request's answer, and end the request if that was the last one."""
         sequence.first_token = sequence.first_token or time.monotonic()

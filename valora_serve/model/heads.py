@@ -94,9 +94,7 @@ def _interpret(item: HeadRequest, raw: torch.Tensor) -> HeadResult | ServeError:
     return result
 
 
-def launch_heads(
-    inputs: Sequence[HeadRequest],
-) -> Callable[[], list[HeadResult | ServeError]]:
+def launch_heads(inputs: Sequence[HeadRequest]) -> Callable[[], list[HeadResult | ServeError]]:
     """Enqueue one matrix product for each distinct head; returns what waits for the results.
 
     These are errors where an input fails, a `NonFiniteError` if its outputs are not finite.

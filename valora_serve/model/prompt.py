@@ -311,9 +311,7 @@ def _hash(kind: str, tensors: dict[str, Tensor]) -> bytes:
 
 
 def _frames_as_images(
-    messages: Sequence[dict[str, Any]],
-    images: Sequence[Image],
-    videos: Sequence[Sequence[Image]],
+    messages: Sequence[dict[str, Any]], images: Sequence[Image], videos: Sequence[Sequence[Image]]
 ) -> tuple[list[dict[str, Any]], list[Image]]:
     image, video, found = iter(images), iter(videos), list[Image]()
 

@@ -72,9 +72,7 @@ def found_in(answer: Mapping[str, Any]) -> list[Box]:
     found: Iterable[Mapping[str, Any]] = answer.get("detections", [{"box": (0, 0, 1, 1), **answer}])
     boxes = []
     for one in found:
-        x0, y0, x1, y1, score = numbers = [
-            float(value) for value in (*one["box"], one["confidence"])
-        ]
+        x0, y0, x1, y1, score = numbers = [*map(float, (*one["box"], one["confidence"]))]
         if not all(map(math.isfinite, numbers)):
             raise ValueError("a box is not finite")
         boxes.append(Box(x0, y0, x1, y1, str(one["label"]), score))

@@ -48,8 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
               file=sys.stderr)  # fmt: skip
         return 1
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted: run the same command again to continue", file=sys.stderr)
-        return 130
+        return _interrupted()
+
+
+def _interrupted() -> int:
+    print("interrupted: run the same command again to continue", file=sys.stderr, flush=True)
+    return 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,14 +104,17 @@ async def _run(options: argparse.Namespace) -> int:
     async with AsyncExitStack() as stack:
 
         async def load() -> EngineClient:
-            settings = EngineSettings(
+            settings = startup.follow_bundles(EngineSettings(
                 base=options.base or str(read_manifest(folders[0])["base"]["id"]),
                 device=options.device,
                 profile=False,  # a measurement would take longer than most folders
                 policy="slora",  # first come, first served: nobody waits for a single answer
-            )
-            with console.status("Loading the model …"):
-                engine = await start_engine(startup.follow_bundles(settings, folders))
+            ), folders)  # fmt: skip
+            try:
+                with console.status("Loading the model …"):
+                    engine = await start_engine(settings)
+            except asyncio.CancelledError:  # a thread that loads cannot be ended, only waited for
+                os._exit(_interrupted())
             stack.push_async_callback(engine.close)
             models[:] = []
             for folder in folders:
@@ -132,10 +139,11 @@ async def _run(options: argparse.Namespace) -> int:
         if jobs:  # only then the model that an earlier run has loaded is needed again
             with short_pauses():
                 failed = await _answer(engine or await load(), jobs, options, console)
-    source = options.folder if options.folder.is_dir() else options.folder.parent
-    used = ", ".join(dict.fromkeys(model.bundle or "" for model in asked))
     results = run.Results(
-        options.out, source.resolve(), used, {model.name: model for model in asked}
+        options.out,
+        (options.folder if options.folder.is_dir() else options.folder.parent).resolve(),
+        ", ".join(dict.fromkeys(model.bundle or "" for model in asked)),
+        {model.name: model for model in asked},
     )
     _summary(results, console)
     for name, write in writers.items():
@@ -147,8 +155,8 @@ async def _run(options: argparse.Namespace) -> int:
                 f"{options.beside} answers no picture of {options.folder}: run valora label on it"
             )
         page = beside.write(made, asked[0], results.source, options.out)
-        on = f"agreement {made.agreement:.3f} on {plural(made.images, 'image')}"
-        console.print(f"beside {options.beside}: {on}: {page}")
+        console.print(f"beside {options.beside}: agreement {made.agreement:.3f} on "
+                      f"{plural(made.images, 'image')}: {page}")  # fmt: skip
     console.print(f"took {time.monotonic() - began:.1f} s")
     return int(failed > 0)
 
@@ -165,16 +173,14 @@ def _check(options: argparse.Namespace) -> None:
     if not options.bundle and {options.prompt, options.min_score, options.max_tokens} != {None}:
         raise SettingsError("--prompt, --min-score, --max-tokens go with --bundle: leave them out")
     for name in ("at_once", "max_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
+        if (value := getattr(options, name)) is not None and value < 1:
             raise SettingsError(f"--{name.replace('_', '-')} is {value}: name at least 1")
     for name in ("bundle", "domain", "beside", "format"):  # as of an unset variable of a shell
         if (value := getattr(options, name)) is not None and not value.strip(" ,"):
             raise SettingsError(f"--{name} is empty: give it a value, or leave it out")
     if not options.folder.exists():
         raise SettingsError(f"{options.folder} does not exist: check the path")
-    suffixes = run.STILLS | SUFFIXES
-    if options.bundle and not run.files_in(options.folder, suffixes, options.out)[1]:
+    if options.bundle and not run.files_in(options.folder, run.STILLS | SUFFIXES, options.out)[1]:
         raise SettingsError(f"{options.folder} holds no images or videos: check the path")
 
 

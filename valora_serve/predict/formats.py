@@ -122,8 +122,7 @@ def write_label_studio(results: Results) -> Path:
          "predictions": [{"model_version": results.model, "result": found}]}
         for file, found in tasks.items()
     ]  # fmt: skip
-    text = json.dumps(content, ensure_ascii=False)
-    return written(results.out / "labelstudio.json", text + "\n")
+    return written(results.out / "labelstudio.json", json.dumps(content, ensure_ascii=False) + "\n")
 
 
 def _results(made: Prediction) -> list[dict[str, Any]]:

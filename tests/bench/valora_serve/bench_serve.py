@@ -482,7 +482,9 @@ def startup(bench):
 
 
 def costs(bench):
-    """Measure the costs of each operator, and write them where `valora-sim` has them."""
+    """Measure the costs of each operator, and write them where `valora-sim` has an H200's."""
+    if bench.device.type == "cpu":
+        raise SystemExit("costs: those that ship are an H200's, and this is a CPU: name a GPU")
     for name in ("ours", "dlora", "slora", "punica"):
         with tempfile.TemporaryDirectory() as folder:
             bench.lmm.linears.by_matrix = name == "dlora"
@@ -571,12 +573,8 @@ def options():
     parser.add_argument("--frames", type=int, default=6, help="frames of a second of `video`")
     parser.add_argument("--frame-size", nargs=2, type=int, default=SIZE,
                         help="width and height of these frames, in pixels")  # fmt: skip
-    parser.add_argument(
-        "--label-tokens",
-        type=int,
-        default=5,
-        help="tokens of the name of a class, which the LM head writes in `video`",
-    )
+    parser.add_argument("--label-tokens", type=int, default=5,
+                        help="of a class's name, which the LM head writes in `video`")  # fmt: skip
     parser.add_argument("--video-policies", nargs="+", default=["cost"])
     parser.add_argument("--most-streams", type=int, default=128)
     parser.add_argument("--beside-peft", action=argparse.BooleanOptionalAction, default=True,

@@ -80,10 +80,11 @@ def rows_of(found: Mapping[str, list[Way]]) -> list[list[str]]:
         worst = [min(one.shares) for one in seeds]
         kept = [one.kept for one in seeds if one.kept is not None]
         devices = ", ".join(sorted({one.device for one in seeds}))
+        spread = f" ({min(worst):.3f}–{max(worst):.3f})" if len(seeds) > 1 else ""
         rows.append([
             name,
             f"{fmean(one.adapters for one in seeds):.3g}",
-            f"{fmean(worst):.3f} ({min(worst):.3f}–{max(worst):.3f})",
+            f"{fmean(worst):.3f}{spread}",
             f"{fmean(fmean(one.shares) for one in seeds):.3f}",
             f"{fmean(kept):.3g}" if kept else "–",
             f"{fmean(one.attempts for one in seeds):.3g}",

@@ -40,6 +40,8 @@ def test_switching_and_starving(tmp_path, monkeypatch):
 
 
 def test_packed(tmp_path):
+    with pytest.raises(SystemExit, match="costs: those that ship are an H200's"):
+        tables(tmp_path, "costs")
     (table,) = tables(tmp_path, "packed")
     assert [row[0] for row in table["rows"]] == [5, 100]
     assert table["rows"][1][4] == "no memory"

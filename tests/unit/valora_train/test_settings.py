@@ -69,10 +69,7 @@ def numbers(section, prefix):
             yield f"{prefix}{name}"
 
 
-NUMBERS = [
-    *numbers(settings.Settings, ""),
-    *numbers(settings.DomainSettings, "domains.person."),
-]
+NUMBERS = [*numbers(settings.Settings, ""), *numbers(settings.DomainSettings, "domains.person.")]
 
 
 def test_numbers(plain):

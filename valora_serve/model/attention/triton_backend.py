@@ -11,13 +11,7 @@ from torch import Tensor
 
 from valora_kernels.launching import power_of_two, precision_of
 from valora_serve.errors import SettingsError
-from valora_serve.model.attention.base import (
-    AttentionBackend,
-    KVCache,
-    Rows,
-    pinned,
-    to_device,
-)
+from valora_serve.model.attention.base import AttentionBackend, KVCache, Rows, pinned, to_device
 
 LOG2E = log2(np.e)
 

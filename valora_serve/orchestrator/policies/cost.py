@@ -185,11 +185,7 @@ class CostPolicy(BasePolicy):
         return any(self.settings.due(r) is not None for r in requests)
 
     def _ready(
-        self,
-        view: View,
-        waiting: Sequence[RequestView],
-        urgent: Sequence[RequestView],
-        load: _Load,
+        self, view: View, waiting: Sequence[RequestView], urgent: Sequence[RequestView], load: _Load
     ) -> tuple[Sequence[RequestView], str]:
         """The requests to admit now, best first, and the reason for leaving others out."""
         resident = view.resident

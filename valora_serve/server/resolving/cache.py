@@ -2,7 +2,7 @@
 
 An adapter's folder is ``<hash of its name and version>/<last part of its name>/``; beside it,
 ``.entry.json`` says what it is. Folders are filled under another name and renamed, and those whose
-sha256 differs are deleted. Whatever else is there stays. For one server at a time.
+sha256 differs when they are used are deleted. What else is there stays. For one server at a time.
 """
 
 import contextlib
@@ -235,7 +235,7 @@ class AdapterCache:
         shutil.rmtree(self._entries.pop(name).folder.parent, ignore_errors=True)
 
     def _read_again(self) -> None:
-        """Find what an earlier run has left; what is incomplete or damaged is deleted."""
+        """Find what an earlier run has left; what is incomplete is deleted."""
         own = filter(_is_own, self._folder.iterdir())
         for folder in sorted(own, key=lambda item: item.stat().st_mtime):
             entry = None if folder.name.startswith(_PARTIAL) else _read_entry(folder)
@@ -256,17 +256,16 @@ def _is_own(folder: Path) -> bool:
 
 
 def _read_entry(path: Path) -> Entry | None:
-    """Read an adapter of an earlier run; None if it is not as it was written."""
+    """Read an adapter of an earlier run; None if a file is missing."""
     try:
         facts = read_json(path / _ENTRY, 1 << 16)
         hashes, folder = facts.pop("sha256"), path / facts["name"].rpartition("/")[2]
         if not {*FILES} <= {*hashes} <= {*FETCHED}:
             return None
         size = sum((folder / file).stat().st_size for file in hashes)
-        entry = Entry(**facts, bytes=size, hashes=hashes, folder=folder)
+        return Entry(**facts, bytes=size, hashes=hashes, folder=folder)
     except (UnreadableError, OSError, KeyError, TypeError, AttributeError):
         return None
-    return entry if entry.is_there(whole=True) else None
 
 
 def _hash_of(url: str) -> str:

@@ -113,8 +113,7 @@ def requests_of(family, names):
 
 
 @pytest.mark.parametrize(
-    ("policy", "chunk"),
-    others_slow([("valora", 5)], product(["unmerge_only", "valora"], [256, 5])),
+    ("policy", "chunk"), others_slow([("valora", 5)], product(["unmerge_only", "valora"], [256, 5]))
 )
 def test_greedy_tokens_are_those_of_generate(family, base, adapters, reference, chunk, policy):
     requests = requests_of(family, [None, "all", "text"])

@@ -7,13 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from tests.support.random_tests import examples
-from valora_serve.memory.block_manager import (
-    BlockManager,
-    BlockTable,
-    ImageSpan,
-    Owner,
-    PagePool,
-)
+from valora_serve.memory.block_manager import BlockManager, BlockTable, ImageSpan, Owner, PagePool
 
 SALTS = (b"", b"adapter one", b"adapter two")
 TENANTS = (b"", b"tenant one", b"tenant two")

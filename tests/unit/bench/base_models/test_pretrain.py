@@ -25,13 +25,7 @@ from tests.bench.base_models.data import (
     build_processor,
     domain_tokens,
 )
-from tests.bench.base_models.evaluation import (
-    TEST_SEEDS,
-    Checkpoint,
-    f1,
-    is_right,
-    questions,
-)
+from tests.bench.base_models.evaluation import TEST_SEEDS, Checkpoint, f1, is_right, questions
 from tests.bench.base_models.pretrain import (
     GRID,
     Batch,

@@ -13,9 +13,3 @@ from tests.bench.valora_serve.sections.slo import satisfaction
 )
 def test_satisfaction_falls_with_the_square_of_the_wait(seconds, expected):
     assert satisfaction(seconds, 6) == pytest.approx(expected)
-
-
-def test_satisfaction_of_evenly_spread_waits():
-    """Its mean below the limit is 2/3, by integration."""
-    waits = [(i + 0.5) / 1000 for i in range(2000)]
-    assert sum(satisfaction(wait, 1) for wait in waits) / 2000 == pytest.approx(1 / 3, abs=1e-6)

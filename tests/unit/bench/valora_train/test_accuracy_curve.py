@@ -1,10 +1,11 @@
-"""The curve of accuracy against domains in an adapter."""
+"""The curve of accuracy against domains in an adapter, and the table of ways to serve them."""
 
 import sys
 
 import pytest
 
 from tests.bench.valora_train import accuracy_curve
+from tests.bench.valora_train.bench_compare import Way, rows_of
 from tests.bench.valora_train.bench_oracle import size_rows
 from tests.bench.valora_train.oracle_table import Measured, OracleTable
 from valora_train.stage import write_json
@@ -39,3 +40,11 @@ def test_shares_of_dedicated_adapters():
     groups[frozenset("ab")] = {name: Measured(0, of) for name, of in reached[1].items()}
     table = OracleTable("t", ["a", "b"], {"a": 1, "b": 1}, groups={0: groups})
     assert size_rows(table) == ["1.000 (1.000)", "0.975 (0.750)"]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "worst"), [([0.9], "0.900"), ([0.9, 0.8], "0.850 (0.800–0.900)")]
+)
+def test_one_seed_has_no_spread(seeds, worst):
+    found = {"joint": [Way(1, [share, 1.0], 1, 2.0, None, "cpu") for share in seeds]}
+    assert rows_of(found)[0][2] == worst

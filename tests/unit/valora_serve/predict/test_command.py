@@ -79,6 +79,8 @@ def test_every_domain_answers_every_file(engines, tmp_path, capsys):
     assert (tmp_path / "out" / "coco.json").is_file()
     assert (tmp_path / "out" / "labelstudio.json").is_file()
     assert "person" in capsys.readouterr().err
+    assert predict(tmp_path, "--min-score", "0.1") == 1 and len(engines) == 1  # are not mixed
+    assert "of another run, with other min_score" in capsys.readouterr().err
 
 
 def test_an_interrupted_run_continues(engines, tmp_path, capsys, monkeypatch):
@@ -97,6 +99,19 @@ def test_an_interrupted_run_continues(engines, tmp_path, capsys, monkeypatch):
     assert predict(tmp_path, "--format", "coco", "--out=~/out") == 0
     assert len(engines) == 2  # nothing was left to ask
     assert len(json.loads((tmp_path / "out" / "coco.json").read_text())["images"]) == 5
+
+
+def test_ctrl_c_while_the_model_loads(engines, tmp_path, capsys, monkeypatch):
+    async def start(_settings):  # in a thread, which cannot be ended
+        raise asyncio.CancelledError
+
+    def leave(status):
+        raise OSError(status, f"left with {status}")
+
+    monkeypatch.setattr("valora_serve.engine.async_engine.start_engine", start)
+    monkeypatch.setattr(os, "_exit", leave)
+    assert predict(tmp_path) == 1
+    assert "interrupted: run the same" in (said := capsys.readouterr().err) and "130" in said
 
 
 def test_changed_and_new_files_are_answered_again(engines, tmp_path, capsys):
@@ -123,13 +138,6 @@ def test_a_broken_file_costs_only_its_answers(engines, tmp_path, capsys):
     picture(tmp_path / "in" / "1.png", 1, (40, 20))
     assert predict(tmp_path, "--domain", "car") == 0
     assert len(engines[1].asked) == 1
-
-
-def test_predictions_of_other_settings_are_not_mixed(engines, tmp_path, capsys):
-    assert predict(tmp_path) == 0
-    assert predict(tmp_path, "--min-score", "0.1") == 1
-    assert "of another run, with other min_score" in capsys.readouterr().err
-    assert len(engines) == 1
 
 
 def test_beside_a_small_model(engines, tmp_path, capsys):
@@ -220,8 +228,7 @@ def test_a_damaged_record_of_the_run_and_a_run_that_never_began(engines, tmp_pat
 
 @pytest.mark.parametrize("status", [130, -2])
 def test_an_interrupted_small_model_is_no_error(engines, tmp_path, capsys, monkeypatch, status):
-    done = SimpleNamespace(returncode=status)
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: done)
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=status))
     assert predict(tmp_path, "--domain", "person", "--beside", "best.pt") == 130
     assert "interrupted: run the same command again" in capsys.readouterr().err
 

@@ -22,12 +22,7 @@ from valora_train.metrics.evaluate import Matches
 from valora_train.model.prompts import HeadInputs
 from valora_train.settings import HeadSettings
 from valora_train.tasks.classification import POOLINGS, ChoiceTargets, LabelHeadModule
-from valora_train.tasks.detection import (
-    VOTE_SIGMA,
-    BoxHeadModule,
-    DetectionTargets,
-    DetectionTask,
-)
+from valora_train.tasks.detection import VOTE_SIGMA, BoxHeadModule, DetectionTargets, DetectionTask
 from valora_train.tasks.language import read_boxes, write_box
 
 GRID = (4, 4)

@@ -375,11 +375,8 @@ def test_a_damaged_or_deleted_cache_is_filled_again(place):
     adapter(place / "store" / name)
     with serving(**settings(place, max_found_adapters=1)) as server:
         cache = server.context.on_request.cache
-        for harm in (
-            lambda folder: (folder / WEIGHTS).write_bytes(b"\1" * 8),
-            lambda folder: shutil.rmtree(folder.parent),
-            lambda folder: None,
-        ):
+        for harm in (lambda folder: (folder / WEIGHTS).write_bytes(b"\1" * 8),
+                     lambda folder: shutil.rmtree(folder.parent), lambda folder: None):  # fmt: skip
             assert ask(server, name).status_code == 200
             folder = next(one.folder for one in cache.entries() if one.name == name)
             assert (folder / WEIGHTS).read_bytes() == b"\0" * 8

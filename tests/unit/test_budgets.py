@@ -10,18 +10,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_783,
+    "valora_train": 10_781,
     "data/valora_data": 9_355,
     "teachers/valora_teachers": 1_614,
     "kernels/valora_kernels": 3_762,
-    "valora_serve": 25_041,
-    "tests/*/valora_train": 7_130,
+    "valora_serve": 25_022,
+    "tests/*/valora_train": 7_122,
     "tests/*/valora_data": 3_573,
     "tests/*/valora_teachers": 1_142,
     "tests/*/valora_kernels": 1_935,
     "tests/*/valora_serve": 22_760,
-    "tests/unit/bench": 1_584,
-    BENCH: 12_936,
+    "tests/unit/bench": 1_581,
+    BENCH: 12_935,
 }
 
 

@@ -269,11 +269,9 @@ class AsyncEngine(EngineClient):
 
         They are prepared again if what they name was replaced meanwhile.
         """
-        stopped = self._failed
-        if self._draining:
-            stopped = stopped or "the server is shutting down: ask another one"
-        if stopped is not None:
-            return dict.fromkeys(mine, StoppedError(stopped))
+        if self._draining and self._failed is None:
+            stopped = StoppedError("the server is shutting down: ask another one")
+            return dict.fromkeys(mine, stopped)
         try:
             found = await self._in(self._preparing, prepare)
             found = {key: one for key, one in found.items() if key in mine}

@@ -13,7 +13,7 @@ import torch
 
 from valora_data.contract.head import Head
 from valora_data.contract.results import HeadResult
-from valora_serve.errors import NonFiniteError, RequestError, ServeError
+from valora_serve.errors import NonFiniteError, ServeError
 from valora_serve.model.attention.base import to_device, to_host
 
 log = logging.getLogger(__name__)
@@ -106,10 +106,6 @@ def launch_heads(inputs: Sequence[HeadRequest]) -> Callable[[], list[HeadResult 
     members: dict[int, list[int]] = {}
     for number, item in enumerate(inputs):
         try:
-            visual = len(item.hidden) if item.head.reads_visual else 0
-            if (misfit := item.head.misfit(visual, len(item.sizes))) is not None:
-                errors[number] = RequestError(misfit)
-                continue
             if id(item.hidden) not in floats:
                 floats[id(item.hidden)] = item.hidden.float()
             rows[number] = _rows(item, floats[id(item.hidden)])

@@ -157,9 +157,9 @@ class SequenceState(RequestView):
         self, start: int, end: int
     ) -> list[tuple[NDArray[np.int64], VisualFeatures, NDArray[np.int64]]]:
         """Images and memory tokens from `start` to `end`, see `Work.visuals`."""
-        parts = [(self.features.get(n), one.at) for n, one in enumerate(self.prompt.visuals)]
-        if self.prompt.memory is not None:
-            parts.append((self.memory, self.prompt.memory.at))
+        # In the order of their tokens: a mask says which rows deep features are of.
+        parts = [] if (memory := self.prompt.memory) is None else [(self.memory, memory.at)]
+        parts += [(self.features.get(n), one.at) for n, one in enumerate(self.prompt.visuals)]
         found = []
         for features, at in parts:
             which = np.flatnonzero((at >= start) & (at < end))

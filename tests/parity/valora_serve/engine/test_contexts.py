@@ -19,7 +19,7 @@ from tests.support.engine_reference import (
     run,
     steps,
 )
-from tests.support.lmm_checkpoints import save_llava
+from tests.support.lmm_checkpoints import save_llava, save_qwen3_vl
 from tests.support.serve_helpers import LANGUAGE, MLP
 from valora_data.contract.bundle import MANIFEST
 from valora_data.contract.contexts import ADAPTER, MEMORY_TOKENS, PREFIX
@@ -178,6 +178,14 @@ def test_what_is_asked_together_has_its_own_context_and_text(base, bundle, refer
     found = finish(engine)
     check(found, [one for one in asked if one.text is None], reference)
     assert all(found[x.id].tokens == run(engine, [x])[x.id].tokens for x in asked[-2:])
+
+
+def test_deep_features_are_those_of_images_behind_memory_tokens(tmp_path):
+    base = str(save_qwen3_vl(tmp_path / "base"))
+    folder = make_context_bundle(tmp_path / "deep", base, {"a": ContextSpec(MEMORY_TOKENS, 9)}, {})
+    *_, one = questions(["a"] * 3)  # with an image
+    apart, whole = (run(engine_of(base, folder, chunk=n), [one])[one.id] for n in (4, 256))
+    assert apart.top == pytest.approx(whole.top, abs=1e-4)
 
 
 def test_a_share_of_adapters_holds_prefixes_or_refuses_them(base, bundle, reference):

@@ -367,9 +367,9 @@ class Requests:
             sequence.carrier.riders.remove(sequence)
         if sequence.riders:
             first, *others = sequence.riders
-            sequence.riders, first.riders, first.carrier = [], others, None
+            sequence.riders, first.carrier = [], None
             for one in others:
-                one.carrier = first
+                one.follow([first])
             self.waiting[first.id] = self.riding.pop(first.id)
         if self.running.pop(sequence.id, None) is not None:
             self.release(sequence)

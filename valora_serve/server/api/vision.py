@@ -143,8 +143,7 @@ async def looked(
             asked[name] = requests, said
         except ServeError as error:
             errors[name] = error
-    coming = [(arrivals[name].model, requests) for name, (requests, _) in asked.items()]
-    with service.admitted(coming) as admitted:
+    with service.admitted([(arrivals[name].model, asked[name][0]) for name in asked]) as admitted:
         errors |= {name: one for name, one in admitted.items() if isinstance(one, ServeError)}
         tickets = {name: one for name, one in admitted.items() if isinstance(one, Ticket)}
         rows = [
@@ -224,9 +223,10 @@ async def _from_form(body: bytes, header: str, context: ServerContext, kind: typ
         elif isinstance(item, str) and name in known and name not in values:
             values[name] = item
         else:
+            wrong = "lacks a file name" if name in files else "is unknown, a file or repeated"
             raise RequestError(
-                f"The form has an unknown or repeated field {name[:50]!a}: the "
-                f"files are {', '.join(_FILES)}, the rest {', '.join(known)}"
+                f"The form's field {name[:50]!a} {wrong}: the files are {', '.join(_FILES)}, the "
+                f"texts {', '.join(known)}, each once, with commas between domains"
             )
     if len(files["video"]) > 1:
         raise RequestError("The form has several videos: send them one by one")

@@ -71,7 +71,7 @@ LOCATE, CAPTIONED = [("user", "locate the dog", "data:,1")], [("user", "describe
         (PERSON, [user("detect person", IMAGE)], MEASURED, []),
         (PERSON, [user(IMAGE, " detect person\n")], MEASURED, []),
         (PERSON, [user(IMAGE, "  ")], MEASURED, []),
-        (PERSON, [user("Who is there?", IMAGE)], MEASURED, ["the text"]),
+        (PERSON, [user("Who is there?", IMAGE)], MEASURED, ["the text", "'detect person'"]),
         (PERSON, [user("Look:", IMAGE, "who?")], MEASURED, ["the text"]),
         (PERSON, [BRIEF, user(IMAGE)], MEASURED, ["the system prompt"]),
         (PERSON, [user(IMAGE), BRIEF | {"role": "developer"}], MEASURED, ["the system prompt"]),
@@ -129,14 +129,11 @@ def test_what_is_asked(model, turns, seen, warned):
     assert len(warnings) == bool(warned)
     for what in warned:
         assert what in warnings[0]
-    if warned and model is PERSON:
-        assert "'detect person'" in warnings[0]
 
 
 def test_without_its_head_a_domain_is_asked_like_one_that_writes():
-    found, warnings = ask(PERSON, BRIEF, user(IMAGE, "y"), head=False)
-    assert found == [("system", "Be brief."), ("user", "y", "data:,1")]
-    assert warnings == []
+    seen = [("system", "Be brief."), ("user", "y", "data:,1")]
+    assert ask(PERSON, BRIEF, user(IMAGE, "y"), head=False) == (seen, [])
     assert ask(PERSON, BRIEF, user(IMAGE), head=False)[0][1] == MEASURED[0]
 
 
@@ -168,8 +165,7 @@ def test_what_cannot_be_asked(model, turns, message):
 def test_media_that_a_head_was_not_measured_with_are_refused(model, images, videos, message):
     with pytest.raises(ImageError, match=message):
         check_measured_media(model, images, videos, head=True)
-    written = replace(model, head=None)
-    (warning,) = check_measured_media(written, images, videos, head=False)
+    (warning,) = check_measured_media(replace(model, head=None), images, videos, head=False)
     assert "accuracy does not hold" in warning
 
 

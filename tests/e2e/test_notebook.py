@@ -45,7 +45,8 @@ def test_the_notebook_runs(random_llava, tmp_path, monkeypatch):
     )
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("VALORA_BASE", str(random_llava))
-    monkeypatch.setenv("YOLO_CONFIG_DIR", str(tmp_path))  # it would write the user's settings
+    # It would write into the user's: settings of Ultralytics, costs that its server measures.
+    monkeypatch.setenv("HOME", str(tmp_path))
     client = NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
     )

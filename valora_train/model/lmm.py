@@ -152,10 +152,8 @@ class Lmm(BaseModel):
 
     def _check_tokens(self, expected: int, found: int, images: int) -> None:
         if expected != found:
-            raise BundleError(
-                f"expected {expected} visual tokens for {images} images, got {found}: check the "
-                "processor of the base model"
-            )
+            text = f"expected {expected} visual tokens for {images} images, got {found}: check the"
+            raise BundleError(f"{text} processor of the base model")
 
     def _processed(self, example: Example) -> Encoded:
         """Encode an example by the processor, which knows how many tokens each image has."""
@@ -172,10 +170,8 @@ class Lmm(BaseModel):
             visual = inputs["input_ids"][0] == token
             parts = self.architecture.split(kind, inputs, int(visual.sum()), self.config)
         except ValueError as error:
-            raise DataError(
-                f"base model {self.base} cannot take {shown}, so cut or pad such images, or leave "
-                f"them out: {error}"
-            ) from error
+            text = f"base model {self.base} cannot take {shown}, so cut or pad such images, or"
+            raise DataError(f"{text} leave them out: {error}") from error
         ids = inputs["input_ids"][0]
         if len(ids) > self.context_length:
             raise DataError(
@@ -223,6 +219,7 @@ class Lmm(BaseModel):
                 f"an example has {item.length} tokens with its answer, but base model {self.base} "
                 f"{what} {self.context_length}, and is served up to it: shorten it, or use another"
             )
+        self.check_tokens(item.ids)
         return item
 
     def _answer(self, answer: str) -> Tensor:

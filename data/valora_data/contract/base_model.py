@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from valora_data.contract import quantized
 from valora_data.contract.files import expanded
-from valora_data.errors import BundleError, ValoraError
+from valora_data.errors import BundleError, DataError, ValoraError
 from valora_data.hashing import file_hash, hash_files
 from valora_data.models.base import IMAGE, PIXELS, VIDEO, Architecture
 from valora_data.models.registry import architecture_of, family_of
@@ -61,7 +61,11 @@ def base_family(base: str) -> Architecture:
 
 def _described(base: str, source: str) -> tuple[dict[str, Any], Architecture]:
     from transformers import PretrainedConfig
+    from transformers.utils import find_adapter_config_file
 
+    if find_adapter_config_file(source):  # which the model's hash does not cover
+        text = f"base model {base} holds adapter_config.json, which transformers would apply"
+        raise BundleError(f"{text}: merge it into the model, or move it away")
     described: dict[str, Any] = PretrainedConfig.get_config_dict(source)[0]
     return described, family_of(str(described.get("model_type")), base)
 
@@ -344,6 +348,13 @@ class BaseModel:
         """Token ids of a prompt without media; `special` None: of a rendered one."""
         ids = self.tokenizer(text, add_special_tokens=self._special(text, special))["input_ids"]
         return [int(i) for i in ids]
+
+    def check_tokens(self, ids: Tensor) -> None:
+        """Raise an error if the tokenizer gives a token that has no embedding."""
+        if (token := int(ids.max())) >= self.vocabulary:
+            word = self.tokenizer.convert_ids_to_tokens(token)
+            text = f"a text has token {token} {word}, for which base model {self.name} has no"
+            raise DataError(f"{text} embedding: leave it out, or use another")
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of an answer, which ends before the first token that ends answers."""

@@ -55,10 +55,8 @@ def around_memory(model: BaseModel) -> tuple[list[int], list[int]]:
 def _marked_head(model: BaseModel, prompt: str | None = None) -> str:
     head = head_text(model, _MARK)
     if _MARK not in head or not (prompt or head).startswith(head):
-        raise BundleError(
-            f"the chat template of base model {model.name} writes no system turn before the "
-            "others, so it cannot read contexts: choose another base model"
-        )
+        text = f"the chat template of base model {model.name} writes no system turn before the"
+        raise BundleError(f"{text} others, so it cannot read contexts: choose another base model")
     return head
 
 

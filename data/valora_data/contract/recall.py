@@ -35,6 +35,7 @@ def read_head(
             f"the document has {plural(ids.shape[1], 'token')}, but base model {model.name} reads "
             f"at most {limit} beside a question: split the document, or choose another base model"
         )
+    model.check_tokens(ids)
     embedded, position = model.model.get_input_embeddings()(ids), ids.shape[1]
     extra: dict[str, Any] = {}
     if images:

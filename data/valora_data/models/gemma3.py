@@ -30,10 +30,8 @@ class Gemma3(Llava):
     def load_processor(self, source: str) -> Any:
         processor = super().load_processor(source)
         if getattr(processor.image_processor, "do_pan_and_scan", None):
-            raise BundleError(
-                f"the processor of base model {source} adds crops to images (do_pan_and_scan), "
-                "which is not served: save it with do_pan_and_scan=false"
-            )
+            text = f"the processor of base model {source} adds crops to images (do_pan_and_scan),"
+            raise BundleError(f"{text} which is not served: save it with do_pan_and_scan=false")
         return processor
 
     def fixed_grid(self, config: Any) -> tuple[int, int] | None:
@@ -58,10 +56,8 @@ class Gemma3(Llava):
             return {}
         kind = self.language_model(model).config._attn_implementation
         if kind not in ("sdpa", "eager"):
-            raise BundleError(
-                f"model.attention={kind} cannot let the tokens of an image attend to each other, "
-                "as this base model needs: use sdpa"
-            )
+            text = f"model.attention={kind} cannot let the tokens of an image attend to each other,"
+            raise BundleError(f"{text} as this base model needs: use sdpa")
         first = visual & ~F.pad(visual, (1, 0))[:, :-1]
         image = first.cumsum(1) * visual  # number of its image, 0 for a token of the text
         at = torch.arange(visual.shape[1], device=visual.device)

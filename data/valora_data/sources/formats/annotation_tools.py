@@ -72,10 +72,8 @@ class VocFormat(AnnotatedFormat):
     def records(self, source: Source, part: list[Path], reading: ImageReader) -> Iterator[Record]:
         whole, below = Path(source.location), Path(source.images or source.location)
         if not files.files_below(whole, XML):
-            raise DataError(
-                f"{whole} holds no XML files: name the folder that holds both the images and the "
-                "XML files, or the folder of the images as source.images"
-            )
+            text = f"{whole} holds no XML files: name the folder that holds both the images and the"
+            raise DataError(f"{text} XML files, or the folder of the images as source.images")
         reading.total += len(part)
         images = dict.fromkeys([*part, *files.images_below(below)])
         expected = {image: image.with_suffix(".xml") for image in images}

@@ -63,9 +63,8 @@ class DocumentsFormat(ContextFormat):
         for number, entry in read_lines(file):
             where = f"{file.name}, line {number}"
             if entry is None or not isinstance(entry.get(self.text), str):
-                raise DataError(
-                    f"{where} is no JSON object with `{self.text}`: correct or remove it"
-                )
+                what = f"{where} is no JSON object with `{self.text}`"
+                raise DataError(f"{what}: correct or remove it")
             name, text = str(entry.get(self.name, number)), entry[self.text]
             if name in found and not (self.several and found[name][0] == text):
                 raise DataError(f"two documents are named {name}: give each an id of its own")

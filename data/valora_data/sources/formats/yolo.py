@@ -74,10 +74,8 @@ class YoloSet:
         if file.is_dir():
             splits = [path.name for path in sorted((file / "images").glob("*")) if path.is_dir()]
             lines = [f"{name}: images/{name}" for name in splits] or ["train: images"]
-            raise DataError(
-                f"folder {file} has no data.yaml: write one with the lines {', '.join(lines)}, "
-                "and names: [the class names in the order of their ids]"
-            )
+            text = f"folder {file} has no data.yaml: write one with the lines {', '.join(lines)},"
+            raise DataError(f"{text} and names: [the class names in the order of their ids]")
         try:
             self.content = yaml.safe_load(files.read_text(file))
         except yaml.YAMLError as error:
@@ -97,9 +95,8 @@ class YoloSet:
         try:
             found = {int(key): name for key, name in given.items()}
         except (AttributeError, TypeError, ValueError) as error:
-            raise DataError(
-                f"{self.name} has no 'names': list the class names in the order of their ids"
-            ) from error
+            text = f"{self.name} has no 'names': list the class names in the order of their ids"
+            raise DataError(text) from error
         if any(isinstance(name, bool) for name in found.values()):
             text = f"{self.name}: YAML reads the names yes, no, on and off as true and false"
             raise DataError(f"{text}: write them in quotes")

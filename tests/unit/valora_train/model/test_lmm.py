@@ -193,8 +193,10 @@ def test_features_may_be_kept_or_not(family, checkpoint):
 def test_what_cannot_be_read_or_written_is_refused(random_llava):
     lmm = load(random_llava)
     lmm.tokenizer.eos_token = None
+    lmm.tokenizer.add_tokens(["<none>"])
     for example, said in (
         (Example("what?", (), video=True), "a video no frames"),
+        (Example("a <none> b", ()), r"has token \d+ <none>, for which base model .* no embed"),
         (Example("red star " * 600, ()), "but base model .* has positions for 2048, and is"),
         (Example("what?", (), answer=lambda _: "it"), "has no eos_token, which is to end answers"),
     ):

@@ -51,9 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = made.parse_args(arguments)
     try:
         _ask(options)
-    except KeyboardInterrupt:
-        print("stopped: the same command goes on", file=sys.stderr)
-        return 130
     except ValoraError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,12 +1,14 @@
 """Command ``valora label``: what a small model finds in pictures, written as `valora predict` does.
 
-It is the other half of `valora predict --beside`: nothing that serves imports small models.
+The same command continues where an interrupted one was. It is the other half of
+`valora predict --beside`: nothing that serves imports small models.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import json
 import sys
 import tempfile
@@ -19,8 +21,9 @@ from valora_data.contract.files import expanded
 from valora_data.cpu import ahead
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError, load_image
+from valora_data.hashing import place_hash
 from valora_data.schema import Answer, Sample, Task
-from valora_data.sources.formats.files import images_below, readable
+from valora_data.sources.formats.files import images_below, read_lines, readable
 from valora_teachers.base import TeacherError
 from valora_teachers.registry import KINDS, load_teacher
 
@@ -55,6 +58,7 @@ def _label(options: argparse.Namespace) -> None:
     """Write a line for each image that can be read."""
     folder, out = options.folder, options.out
     paths = [folder] if folder.is_file() else images_below(folder)
+    root = folder.parent if folder.is_file() else folder
     file = options.model.endswith(".pt") or Path(options.model).is_file()
     kind = options.kind or ("yolo" if file else "huggingface")
     labels, pairs = (
@@ -73,26 +77,39 @@ def _label(options: argparse.Namespace) -> None:
     tempfile.TemporaryFile(dir=out.parent).close()  # before all is asked, which may take hours
     names = dict(pair.split("=", 1) for pair in pairs)
     teacher = load_teacher(kind, options.model, labels, {"names": names}, Task(options.task))
-    samples = _read(paths, folder.parent if folder.is_file() else folder)
-    lines = []
+    asked = options.domain, labels, pairs, options.task, kind, options.min_score
+    by = hashlib.sha256(f"{place_hash(options.model)} {asked}".encode()).hexdigest()[:16]
+    files = {readable(path.relative_to(root).as_posix()): path for path in paths}
+    versions = {name: [(at := path.stat()).st_size, at.st_mtime_ns] for name, path in files.items()}
+    whole, journal = (out.parent / f".{out.name}.{part}" for part in ("partial", by))
+    rows = {
+        row["file"]: row
+        for _, row in (read_lines(journal) if journal.is_file() else [])
+        if row is not None and row["version"] == versions.get(row["file"])
+    }
+    samples = _read({name: path for name, path in files.items() if name not in rows})
     while batch := list(islice(samples, teacher.batch)):
-        for sample, answer in zip(batch, teacher.answer(batch), strict=True):
-            width, height = sample.image.size
-            line = {"file": sample.id, "domain": options.domain, "task": str(teacher.task),
+        answers = teacher.answer(batch)
+        with journal.open("a", encoding="utf-8") as kept:
+            for sample, answer in zip(batch, answers, strict=True):
+                width, height = sample.image.size
+                rows[sample.id] = {
+                    "file": sample.id, "domain": options.domain, "task": str(teacher.task),
                     "width": width, "height": height,
-                    "answer": _fields(answer, options.min_score)}  # fmt: skip
-            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    if not lines:
+                    "answer": _fields(answer, options.min_score), "version": versions[sample.id],
+                }  # fmt: skip
+                kept.write(json.dumps(rows[sample.id], ensure_ascii=False) + "\n")
+    if not rows:
         raise TeacherError(f"{folder} holds no image that can be read: check the path")
-    partial = out.parent / f".{out.name}.partial"  # a file is whole or not there
-    partial.write_text("".join(lines), encoding="utf-8")
-    partial.replace(out)
+    lines = (json.dumps(rows[name], ensure_ascii=False) + "\n" for name in files if name in rows)
+    whole.write_text("".join(lines), encoding="utf-8")
+    whole.replace(out)  # a file is whole or not there
+    journal.unlink(missing_ok=True)
 
 
-def _read(paths: list[Path], root: Path) -> Iterator[Sample]:
-    for path, image in ahead(paths, load_image):
+def _read(files: dict[str, Path]) -> Iterator[Sample]:
+    for (name, _), image in ahead(files.items(), lambda item: load_image(item[1])):
         try:
-            name = readable(path.relative_to(root).as_posix())
             yield Sample(name, image.result(), Answer())
         except FaultError as error:
             print(f"left out: {error.text}", file=sys.stderr)

@@ -63,10 +63,8 @@ def find_parent(bundle: Path, work: Path) -> Path:
     """The output folder, in the folder of all stages, of the fusion that a bundle came from."""
     name = read_bundle(bundle).manifest["lineage"]["fusion_stage"]
     if not (work / name / FUSION).is_file():
-        raise SettingsError(
-            f"the fusion that {bundle} was exported from is no longer in {work} ({name}): set "
-            "fusion.parent=null to fuse all domains"
-        )
+        text = f"the fusion that {bundle} was exported from is no longer in {work} ({name}): set"
+        raise SettingsError(f"{text} fusion.parent=null to fuse all domains")
     return work / str(name)
 
 

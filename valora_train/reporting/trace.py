@@ -75,7 +75,9 @@ class Trace:
         verdict = {"verdict": str(decision.verdict), "reason": decision.reason}
         facts = verdict | {"domains": domains, "seconds": (span.end - span.start) / SECOND}
         if inside:
-            facts |= {"steps": steps, "peak_memory_gb": peak_memory()}
+            held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # most so far
+            held += torch.cuda.max_memory_allocated()
+            facts |= {"steps": steps, "peak_memory_gb": round(held / 1e9, 2)}
         if not committed or decision.left_out:  # first, as pages cut off the ends of names
             what = f"{', '.join(decision.left_out)} rolled back" if committed else decision.verdict
             span = span._replace(name=f"{what}: {span.name}")
@@ -92,9 +94,3 @@ class Trace:
         if error:
             self._root.set_status(SpanStatus(SpanStatusCode.ERROR, error))
         self._root.end()
-
-
-def peak_memory() -> float:
-    """Most memory that this process has held so far, on the host and on a GPU, in GB."""
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return round((host + torch.cuda.max_memory_allocated()) / 1e9, 2)

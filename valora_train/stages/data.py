@@ -53,10 +53,8 @@ def data_stage(domain: DomainSettings, work: Path | None = None) -> Stage:
                 described[key] = None if place is None else os.path.relpath(place, source.path)
             described["path"] = "."
     except OSError as error:
-        raise DataError(
-            f"data of domain {domain.name}: {error.filename} cannot be read "
-            f"({error.strerror}): check its permissions"
-        ) from error
+        text = f"data of domain {domain.name}: {error.filename} cannot be read ({error.strerror}):"
+        raise DataError(f"{text} check its permissions") from error
     except DataError as error:
         raise DataError(f"data of domain {domain.name}: {error}") from error
     settings = {"labels": domain.labels, "task": str(domain.task), "source": described}
@@ -107,10 +105,8 @@ def _check_answers(domain: DomainSettings, folder: Path) -> None:
             f"of its labels ({', '.join(labels)}): add it, or leave those samples out"
         )
     if len(chosen) == 1:
-        raise DataError(
-            f"all training samples of domain {domain.name} are {chosen.pop()!r}, so that there is "
-            "nothing to tell apart: add samples of other labels"
-        )
+        text = f"all training samples of domain {domain.name} are {chosen.pop()!r}, so that there"
+        raise DataError(f"{text} is nothing to tell apart: add samples of other labels")
 
 
 def _warn_of_classes(domain: DomainSettings, folder: Path) -> None:

@@ -80,10 +80,8 @@ class DomainTask(ABC):
         """Read the settings of the task type `name`, as they are given in `heads.options`."""
         if cls.options_type is None:
             if values:
-                raise SettingsError(
-                    f"task type {name} has no options, got {', '.join(values)}: leave "
-                    f"heads.options.{name} out"
-                )
+                text = f"task type {name} has no options, got {', '.join(values)}: leave"
+                raise SettingsError(f"{text} heads.options.{name} out")
             return None
         try:
             # Strictly, a dataclass can be made of JSON only.
@@ -208,10 +206,8 @@ class HeadTask(DomainTask):
     def load_head(self, head: Any) -> nn.Module:
         """The module of a head from a bundle, whose kind must be the task's."""
         if not isinstance(head, self.head_type):
-            raise BundleError(
-                f"domain {self.domain.name} of task {self.domain.task} cannot use a {head.kind} "
-                "head: export the bundle again"
-            )
+            text = f"domain {self.domain.name} of task {self.domain.task} cannot use a {head.kind}"
+            raise BundleError(f"{text} head: export the bundle again")
         module: nn.Module = self.module.of(head)
         return module
 

@@ -67,10 +67,8 @@ class ContextTask(LanguageTask):
     def prepare(self, samples: Sequence[Sample]) -> None:
         self._document = document = samples[0].document
         if document is None:
-            raise DataError(
-                f"the samples of domain {self.domain.name} ask about no document: give it a source "
-                "of documents, such as documents, texts or album"
-            )
+            text = f"the samples of domain {self.domain.name} ask about no document: give it a"
+            raise DataError(f"{text} source of documents, such as documents, texts or album")
         length, form = memory.document_tokens(self.lmm, document), self.options.form
         if form != ADAPTER and self.options.tokens > length:
             raise DataError(

@@ -207,7 +207,6 @@ def test_nothing_heavy_is_imported_before_the_checks():
         "print(sorted({'torch', 'transformers', 'mlflow', 'peft', 'ultralytics', 'datasets',"
         " 'matplotlib'} & set(sys.modules)))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

@@ -96,9 +96,8 @@ def test_a_rollback_restores_what_was_committed(tmp_path):
 
 
 def test_a_domain_alone_takes_the_adapter_that_it_was_trained_in(tmp_path):
-    plan, trainer, state, _ = start(
-        tmp_path, {0: {"a": 0.9}, 1: {"a": 0.3, "b": 0.9}, 2: ACCURACY[4]}
-    )
+    accuracy = {0: {"a": 0.9}, 1: {"a": 0.3, "b": 0.9}, 2: ACCURACY[4]}
+    plan, trainer, state, _ = start(tmp_path, accuracy)
     kept = {
         name: {"lora/weight": torch.tensor([weight]), f"head/{name}/x": torch.zeros(1)}
         for name, weight in (("a", 40.0), ("b", 70.0))

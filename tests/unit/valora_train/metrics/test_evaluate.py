@@ -90,9 +90,8 @@ def test_figures_equal_those_of_pycocotools(seed, threshold):
     assert matches.map == pytest.approx(precisions[precisions > -1].mean(), abs=1e-9)
     objects, boxes = (sum(map(len, some)) for some in (truth, sure))
     assert matches.f1(threshold) == pytest.approx(2 * all_hits / (boxes + objects))
-    assert matches.precision_recall(threshold) == pytest.approx(
-        (all_hits / boxes, all_hits / objects)
-    )
+    expected = all_hits / boxes, all_hits / objects
+    assert matches.precision_recall(threshold) == pytest.approx(expected)
     # Every object is in one row, every detection in one column.
     assert (report.matrix[:-1].sum(), report.matrix[:, :-1].sum()) == (objects, boxes)
     assert report.matrix[-1, -1] == 0

@@ -148,9 +148,8 @@ def test_texts_hold_for_whatever_a_strategy_does(strategy, seed):
     rng = random.Random(seed)
     names = [f"d{number}" for number in range(6)]
     requirements = {name: Requirement(rng.uniform(0.6, 0.8), 0.02) for name in names}
-    probes = {
-        name: Probe(one.required, rng.uniform(0.2, 0.85)) for name, one in requirements.items()
-    }
+    asked = requirements.items()
+    probes = {name: Probe(one.required, rng.uniform(0.2, 0.85)) for name, one in asked}
     plan = FusionPlan(requirements, make_strategy(strategy), probes=probes)
     held = {name: probe.head_only for name, probe in probes.items()}
     made = []

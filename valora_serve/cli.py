@@ -96,6 +96,7 @@ async def serve(
     on_started: Callable[[str], None] | None = None,
 ) -> int:
     """Load and verify the bundles, print what is served, and serve until a signal comes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's waits for imports
     from valora_serve.engine.process import EngineProcess
     from valora_serve.server.app import make_server
     from valora_serve.server.constrain import read_tokenizer
@@ -297,7 +298,8 @@ def main(
         extra = "scale" if name.partition(".")[0] == "ray" else "serve"
         print(f"error: {name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # while it starts
+        print("interrupted: nothing is served", file=sys.stderr)
         return 130
 
 

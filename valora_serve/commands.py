@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error.name} is missing: pip install 'valora[{extra}]'", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # while libraries are imported, too
+        print("interrupted: run the same command again", file=sys.stderr)
         return 130
 
 

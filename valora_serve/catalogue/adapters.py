@@ -353,10 +353,8 @@ def _pair(
     want = {"A": (rank, shape[1]), "B": (shape[0], rank)}
     for part, (name, tensor) in tensors.items():
         if tuple(tensor.shape) != want[part]:
-            raise ValueError(
-                f"tensor {name}: expected shape {want[part]}, got {tuple(tensor.shape)}; use the "
-                "base model that it was trained on"
-            )
+            text = f"tensor {name}: expected shape {want[part]}, got {tuple(tensor.shape)}; use the"
+            raise ValueError(f"{text} base model that it was trained on")
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"tensor {name} holds NaN or Inf; train it again")
     scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
@@ -389,10 +387,8 @@ def make_classifier(adapter: Adapter, score: torch.Tensor, width: int) -> Head:
     outputs, file = score.shape[0] if score.ndim == 2 else 0, adapter.folder / MODEL_CONFIG
     score = score.float()
     if not 2 <= outputs <= MAX_LABELS or not (score.abs() <= LARGEST).all():
-        raise ValueError(
-            f"its shape {tuple(score.shape)} has not 2 to {MAX_LABELS} labels, or it holds NaN or "
-            f"values above {LARGEST:g}"
-        )
+        text = f"its shape {tuple(score.shape)} has not 2 to {MAX_LABELS} labels, or it holds NaN"
+        raise ValueError(f"{text} or values above {LARGEST:g}")
     config: Any = read_json(file, CONFIG_BYTES) if file.exists() else {}
     config = config if isinstance(config, dict) else {}
     kind = config.get("problem_type")

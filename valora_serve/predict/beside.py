@@ -96,7 +96,9 @@ def _matched(fused: list[Box], small: list[Box]) -> tuple[list[Box], list[Box], 
     )
 
 
-def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict[str, list[Box]]:
+def answers_of(
+    model: str, folder: Path, domain: ServedModel, out: Path, min_score: float | None = None
+) -> dict[str, list[Box]]:
     """What the small model finds by file, by a file of predictions or by asking it."""
     if not domain.labels:
         raise SettingsError(f"{domain.name} answers in words: --beside compares boxes and labels")
@@ -107,6 +109,7 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
         command = [sys.executable, "-m", "valora_serve.commands", "label", model, str(folder)]
         command += ["--labels", labels, "--task", str(domain.task), "--domain", domain.name]
         command += ["--out", str(file)]
+        command += [] if min_score is None else ["--min-score", str(min_score)]
         if (status := subprocess.run(command, check=False).returncode) in (130, -signal.SIGINT):
             raise KeyboardInterrupt
         if status:
@@ -119,9 +122,8 @@ def answers_of(model: str, folder: Path, domain: ServedModel, out: Path) -> dict
             if row is None or (row.get("error") is None and row["domain"] == domain.name):
                 found[row["file"]] = found_in(row["answer"])  # type: ignore[index]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SettingsError(
-                f"line {number} of {file} is no prediction: write it with valora label"
-            ) from error
+            text = f"line {number} of {file} is no prediction: write it with valora label"
+            raise SettingsError(text) from error
     if not found:
         raise SettingsError(f"{file} has no answers of {domain.name}: name it with --domain there")
     if others := {box.label for boxes in found.values() for box in boxes} - {*domain.labels}:
@@ -147,8 +149,8 @@ def write(made: Comparison, domain: ServedModel, source: Path, out: Path) -> Pat
     written(out / "beside.json", json.dumps(facts, indent=1) + "\n")
     parts = [
         f"<h1>{escape(domain.name)} beside the small model</h1>",
-        f"<p>{made.images} images, agreement {made.agreement:.3f}. Found by the fused model alone: "
-        "<b class=fused>solid</b>; by the small model alone: <b class=small>dashed</b>.</p>",
+        f"<p>images: {made.images}, agreement: {made.agreement:.3f}. Found by the fused model "
+        "alone: <b class=fused>solid</b>; by the small model alone: <b class=small>dashed</b>.</p>",
     ]
     for name, table in tables.items():
         head = "".join(f"<th>{text}" for text in (name, *_SIDES, "agreement"))

@@ -27,6 +27,7 @@ from valora_serve.errors import SettingsError
 from valora_serve.pauses import short_pauses
 from valora_serve.predict import beside, run
 from valora_serve.predict.formats import WRITERS
+from valora_serve.server.media.pool import shared_pool
 from valora_serve.types import EngineClient, ServedModel
 
 _ABOUT = """\
@@ -81,9 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio's waits for imports
     from valora_serve.engine.async_engine import start_engine
     from valora_serve.server.loading import golden, startup
-    from valora_serve.server.media.pool import shared_pool
 
     began, console = time.monotonic(), Console(stderr=True, highlight=False, markup=False)
     # An unknown format is refused before a model is loaded.
@@ -132,7 +133,9 @@ async def _run(options: argparse.Namespace) -> int:
             engine = await load()
         asked = _chosen(models, options, console)
         if options.beside:  # first, as it takes less time to fail
-            small = beside.answers_of(options.beside, options.folder, asked[0], options.out)
+            small = beside.answers_of(
+                options.beside, options.folder, asked[0], options.out, options.min_score
+            )
         jobs, kept = run.find_jobs(options.folder, asked, options.out) if folders else ([], 0)
         if kept:
             console.print(f"{plural(kept, 'answer')} of an earlier run kept")

@@ -158,10 +158,8 @@ def pin_board(application: str, server: ServerSettings) -> Any:
     try:
         return made.remote(file)
     except ray.exceptions.ActorAlreadyExistsError as error:
-        raise SettingsError(
-            f"another server serves application {application} on this Ray cluster: stop it, or "
-            "name another application"
-        ) from error
+        text = f"another server serves application {application} on this Ray cluster: stop it, or"
+        raise SettingsError(f"{text} name another application") from error
 
 
 def resources(settings: ReplicaSettings, engine: EngineSettings) -> dict[str, float]:

@@ -56,7 +56,7 @@ def base_family(base: str) -> Architecture:
     try:
         return _described(base, base_folder(base))[1]
     except (OSError, ValueError) as error:
-        raise BundleError(f"cannot load base model {base}: {error}") from error
+        raise BundleError(f"cannot load base model {base}: {first_line(error)}") from error
 
 
 def _described(base: str, source: str) -> tuple[dict[str, Any], Architecture]:

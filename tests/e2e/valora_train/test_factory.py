@@ -145,10 +145,8 @@ def test_mlflow_shows_every_step(done):
     assert {f"{stage} {name}" for stage in ("data", "distill") for name in COLOURS} <= names
     for attempt in result["attempts"]:
         (domain,) = attempt["new"]
-        assert (
-            f"{attempt['number']:02d} {domain} → {attempt['adapter']} ({attempt['verdict']})"
-            in names
-        )
+        title = f"{domain} → {attempt['adapter']} ({attempt['verdict']})"
+        assert f"{attempt['number']:02d} {title}" in names
     for run in nested:
         number = int(run.data.tags["valora.attempt"])
         attempt = result["attempts"][number - 1]

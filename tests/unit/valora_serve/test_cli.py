@@ -7,6 +7,7 @@ import tomllib
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -119,6 +120,15 @@ def test_the_gathering_command_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_interrupted_starts_are_sentences(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(cli, "read", Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(["bundle"]) == commands.main(["demo"]) == 130
+    monkeypatch.setattr(cli, "main", Mock(side_effect=KeyboardInterrupt))
+    assert commands.main(["serve"]) == 130
+    assert capsys.readouterr().err.count("interrupted: ") == 3
 
 
 def test_the_demo_serves_the_bundle_of_the_package(monkeypatch, capsys):

@@ -64,15 +64,11 @@ def lock_folder(folder: Path) -> FileLock:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise errors.SettingsError(
-            f"adapter_cache {folder} is in use by another server: give this one a folder of its "
-            "own with --adapter-cache"
-        ) from None
+        text = f"adapter_cache {folder} is in use by another server: give this one a folder of its"
+        raise errors.SettingsError(f"{text} own with --adapter-cache") from None
     except OSError as error:
-        raise errors.SettingsError(
-            f"adapter_cache {folder} cannot be used ({error.strerror}): let the server write "
-            "there, or name another folder"
-        ) from error
+        text = f"adapter_cache {folder} cannot be used ({error.strerror}): let the server write"
+        raise errors.SettingsError(f"{text} there, or name another folder") from error
     return lock
 
 

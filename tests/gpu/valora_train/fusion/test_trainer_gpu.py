@@ -6,10 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.colour_trainer import make, same, train
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [pytest.mark.gpu, absent]
 
 
 @pytest.mark.parametrize("vision", [False, True])

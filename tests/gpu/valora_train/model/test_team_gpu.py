@@ -7,10 +7,8 @@ from safetensors.torch import load_file
 from tests.support.helpers import save_random_llava
 from tests.support.team_learning import assert_two_learn_what_one_does, learn
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+too_few = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = [pytest.mark.gpu, too_few]
 
 
 @pytest.fixture(scope="module")

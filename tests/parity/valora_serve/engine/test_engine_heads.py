@@ -185,11 +185,8 @@ def test_other_heads_by_hand(others):
     engine = make_engine("tiny", policy="valora", overlap=True, chunk=50)
     engine.load(others)
     reference = reference_of(others, prefix="")
-    asked = [
-        Request(f"{domain} {n}", model=domain, images=[picture(n)])
-        for n in range(2)
-        for domain in OTHERS
-    ]
+    pairs = [(n, name) for n in range(2) for name in OTHERS]
+    asked = [Request(f"{name} {n}", model=name, images=[picture(n)]) for n, name in pairs]
     found = run(engine, asked)
     domains = json.loads((others / "bundle.json").read_text())["domains"]
     for request in asked:

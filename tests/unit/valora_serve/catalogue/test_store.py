@@ -101,12 +101,8 @@ def test_a_bundle_brings_adapters_and_domains(store, bundle, base, targets):
         assert not target.adapter.modules  # the matrices are the memory's business
     assert store.resolve("plates").head.threshold == pytest.approx(0.2)
     by = store.resolve("sample/adapter-2").model
-    assert (by.kind, by.parent, by.head, by.bundle) == (
-        "adapter",
-        store.base_name,
-        None,
-        "sample@1",
-    )
+    expected = "adapter", store.base_name, None, "sample@1"
+    assert (by.kind, by.parent, by.head, by.bundle) == expected
     assert bundles(store) == {"sample@1"}
 
 
@@ -132,11 +128,8 @@ def test_a_plain_adapter_comes_is_replaced_and_goes(store, base, tmp_path):
     second = make_adapter(tmp_path / "b", base, seed=2, rank=8)
     store.commit(store.stage_adapter("mine", first))
     before = store.resolve("mine")
-    assert (before.model.kind, before.model.parent, before.model.rank) == (
-        "adapter",
-        store.base_name,
-        4,
-    )
+    model = before.model
+    assert (model.kind, model.parent, model.rank) == ("adapter", store.base_name, 4)
     store.commit(store.stage_adapter("other", first))
     assert len(contents(store)) == 1
     store.commit(store.stage_adapter("mine", second))

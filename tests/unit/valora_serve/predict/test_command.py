@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
@@ -228,8 +229,9 @@ def test_a_damaged_record_of_the_run_and_a_run_that_never_began(engines, tmp_pat
 
 @pytest.mark.parametrize("status", [130, -2])
 def test_an_interrupted_small_model_is_no_error(engines, tmp_path, capsys, monkeypatch, status):
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: SimpleNamespace(returncode=status))
-    assert predict(tmp_path, "--domain", "person", "--beside", "best.pt") == 130
+    monkeypatch.setattr("subprocess.run", asked := Mock(return_value=Mock(returncode=status)))
+    options = ["--domain", "person", "--beside", "best.pt", "--min-score", "0.3"]
+    assert predict(tmp_path, *options) == 130 and asked.call_args[0][0][-2:] == options[-2:]
     assert "interrupted: run the same command again" in capsys.readouterr().err
 
 

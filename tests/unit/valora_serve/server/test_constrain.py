@@ -92,10 +92,8 @@ def test_what_no_answer_follows_is_said_with_the_reason(grammars):
 
 
 def texts(count, name):
-    return {
-        "type": "object",
-        "properties": {f"{name}{n}": {"type": "string"} for n in range(count)},
-    }
+    properties = {f"{name}{n}": {"type": "string"} for n in range(count)}
+    return {"type": "object", "properties": properties}
 
 
 @pytest.mark.parametrize(("way", "count"), [("mask", 1), ("advance", 2), ("check", 1)])

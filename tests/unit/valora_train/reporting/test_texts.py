@@ -260,10 +260,8 @@ def test_the_card_lists_domains_and_what_was_rejected():
 
 
 CARD = "---\nlicense: cc-by-4.0\n---\n# Cats\n"
-COCO = {
-    "licenses": [{"id": 1, "name": "CC BY 4.0"}, {"id": 2, "name": "CC BY-NC 2.0"}],
-    "images": [{"id": 1, "license": 1}],
-}
+NAMED = [{"id": 1, "name": "CC BY 4.0"}, {"id": 2, "name": "CC BY-NC 2.0"}]
+COCO = {"licenses": NAMED, "images": [{"id": 1, "license": 1}]}
 
 
 def found(source, base="tiny", **facts):

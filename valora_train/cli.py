@@ -110,12 +110,14 @@ def _as_hydra_reads(argument: str) -> str:
     key, given, value = argument.partition("=")
     if not given or not key[:1].isalpha() or re.search(r"[/@]|^hydra\.", key):
         return argument
-    try:
-        OverridesParser.create().parse_override(argument)
-    except HydraException:
-        if value[0] not in "[{":
-            value = "'" + value.replace("'", "\\'") + "'"
     is_group = key == "local" or (config_folder() / key).is_dir()
+    try:
+        read = OverridesParser.create().parse_override(argument).value()
+        quoted = is_group and isinstance(read, int | float | None)
+    except HydraException:
+        quoted = value[0] not in "[{"
+    if quoted:
+        value = "'" + value.replace("'", "\\'") + "'"
     return f"{'' if is_group else '++'}{key}={value}"
 
 

@@ -179,8 +179,7 @@ class DomainSettings(Section):
     @property
     def video(self) -> bool:
         """Whether samples are videos."""
-        declared = self.task is not None and self.task.spec.video
-        return declared or self.source.format.video
+        return self.source.format.video or (self.task is not None and self.task.spec.video)
 
 
 @dataclass(frozen=True)
@@ -453,8 +452,7 @@ class Settings(Section):
     def chosen(self) -> list[DomainSettings]:
         """The domains to fuse, in order, of which there must be one."""
         names = self.task.only or list(self.domains)
-        asked = [*names, *self.task.stricter]
-        if unknown := [name for name in asked if name not in self.domains]:
+        if unknown := [n for n in (*names, *self.task.stricter) if n not in self.domains]:
             raise SettingsError(
                 f"unknown domain {unknown[0]!r} of task {self.task.name}: choose from "
                 f"{', '.join(self.domains)}"

@@ -131,8 +131,8 @@ def hub_commit(text: str, kind: Literal["model", "dataset"] = "model") -> str:
             found = HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=HUB_SECONDS)
             if found.sha:
                 return found.sha
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # not there, or no name that the hub allows
+        folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind)
         return (folder / "refs" / (revision or "main")).read_text(encoding="utf-8").strip()
     return ""
 

@@ -100,7 +100,7 @@ def test_our_own_modules_and_missing_ones_have_no_hash(module):
 def test_places_are_hashed_by_content_and_hub_names_by_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert hub_commit("owner/model") == "" == place_hash("owner/model")
+    assert hub_commit("owner/model") == "" == place_hash("owner/model") == hub_commit("my models")
     for kind, commit in (("models", "abc123"), ("datasets", "def456")):
         refs = tmp_path / "hub" / f"{kind}--owner--model" / "refs"
         refs.mkdir(parents=True)

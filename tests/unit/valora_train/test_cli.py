@@ -27,7 +27,7 @@ def left_behind(folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["task=dragons"], "unknown task 'dragons': choose from"),
+        (["task=2024"], "unknown task '2024': choose from"),
         (["fusion=best"], "unknown fusion 'best': choose from affinity, first_fit, joint, paper"),
         (["+tracking.also=[wandb]"], "tracking.also was removed: MLflow has every run"),
         (["domains.person.of_teacher=0.9", "experiment=paper"],

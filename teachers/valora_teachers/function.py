@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,12 +42,11 @@ class Function(Teacher):
         self._function = look_up(self._name)
 
     def answer_batch(self, samples: Sequence[Sample]) -> list[Answer]:
-        said = list(self._function(list(samples)))
+        found = self._function(list(samples))
+        said = list(found) if isinstance(found, Iterable) else []
         if len(said) != len(samples):
-            raise TeacherError(
-                f"{self._name} gave {plural(len(said), 'answer')} for "
-                f"{plural(len(samples), 'sample')}: return one for each, in order"
-            )
+            counts = f"{plural(len(said), 'answer')} for {plural(len(samples), 'sample')}"
+            raise TeacherError(f"{self._name} gave {counts}: return one for each, in order")
         return [self._read(sample, value) for sample, value in zip(samples, said, strict=True)]
 
     def _read(self, sample: Sample, value: Any) -> Answer:

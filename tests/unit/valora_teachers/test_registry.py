@@ -118,6 +118,8 @@ def test_an_entry_point():
     assert done == [(2, 3), (3, 3)]
     with pytest.raises(TeacherError, match="gave 1 answer for 3 samples: return one for each"):
         answers(Task.CLASSIFICATION, LABELS, ["cat"], samples=SAMPLES)
+    with pytest.raises(TeacherError, match="list.clear gave 0 answers for 3 samples"):  # but None
+        load_teacher("function", "builtins:list.clear", LABELS, {}, Task.COUNTING).answer(SAMPLES)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_an_entry_point():
     assert done == [(2, 3), (3, 3)]
     with pytest.raises(TeacherError, match="gave 1 answer for 3 samples: return one for each"):
         answers(Task.CLASSIFICATION, LABELS, ["cat"], samples=SAMPLES)
-    with pytest.raises(TeacherError, match="list.clear gave 0 answers for 3 samples"):  # but None
+    with pytest.raises(TeacherError, match="clear gave 0 answers for 3 samples"):  # but None
         load_teacher("function", "builtins:list.clear", LABELS, {}, Task.COUNTING).answer(SAMPLES)
 
 

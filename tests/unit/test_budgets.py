@@ -19,7 +19,7 @@ BUDGETS = {
     "tests/*/valora_data": 3_573,
     "tests/*/valora_teachers": 1_144,
     "tests/*/valora_kernels": 1_935,
-    "tests/*/valora_serve": 22_759,
+    "tests/*/valora_serve": 22_763,
     "tests/unit/bench": 1_581,
     BENCH: 12_935,
 }

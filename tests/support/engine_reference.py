@@ -206,7 +206,7 @@ def make_engine(base, adapters=None, *, fresh=False, **settings):
         lmm = Lmm(base, copy.deepcopy(model), processor, torch.device("cpu"))
     engine = Engine(EngineSettings(base=base, **chosen), lmm, cost)
     for name, folder in (adapters or {}).items():
-        engine.load(folder, name)
+        engine.load("adapter", folder, name)
     return engine
 
 

@@ -38,7 +38,8 @@ def test_the_gate_replays_a_bundle(here: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.usefixtures("one_thread")
 def test_the_engine_answers_from_bundle_and_contexts(here: Path) -> None:
     engine = make_engine("base")
-    names = [*engine.load(here / "own"), *engine.load(here / "documents")]
+    models = [*engine.load("bundle", here / "own"), *engine.load("bundle", here / "documents")]
+    names = [model.name for model in models]
     assert set(names) >= {"whole", "ragged", "tokens", "closed"}
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     asked = [

@@ -21,7 +21,7 @@ from valora_serve.memory.residency import Residency
 from valora_serve.memory.unified import AdapterMemory, PackedAdapter, PackedPrefix, PrefixMemory
 from valora_serve.model.linears import Linears
 from valora_serve.model.lmm import Lmm
-from valora_serve.types import Mode
+from valora_serve.types import Mode, ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -176,8 +176,8 @@ class AdapterRegistry:
                         for part in ("keys", "values"))  # fmt: skip
         return self._memory.pack_prefix(name, content, keys, values)
 
-    def register(self, read: Read) -> list[str]:
-        """Make what was read nameable, all of it or nothing (`AdapterError`); return the names."""
+    def register(self, read: Read) -> list[ServedModel]:
+        """Make what was read nameable, all of it or nothing (`AdapterError`)."""
         staged, packed, unmergeable, prefixes = read
         self.store.check(staged)
         self._activate({name for one in packed.values() for name in one.groups})
@@ -193,7 +193,7 @@ class AdapterRegistry:
                 reread = partial(self._reread_prefix, context)
                 self.prefixes.add(self.prefix_key(context), prefixes[context.content], reread)
         self._refresh()
-        return [model.name for model in models]
+        return models
 
     def _reread(self, folder: Path) -> PackedAdapter:
         return self._memory.pack(read_adapter(folder, self.lmm.targets))

@@ -318,8 +318,7 @@ class AsyncEngine(EngineClient):
         registry = self._engine.registry
         read = partial(registry.read, kind, folder, name, decode_only=decode_only)
         found = await self._in(self._loading, read)
-        names = await self._do(lambda: registry.register(found))  # between two steps
-        return [model for model in self.models() if model.name in names]
+        return await self._do(lambda: registry.register(found))  # between two steps
 
     async def unload(self, kind: str, name: str) -> None:
         await self._do(partial(self._engine.registry.unregister, kind, name))

@@ -56,6 +56,7 @@ from valora_serve.types import (
     NewContext,
     Output,
     Request,
+    ServedModel,
     Times,
     TokenLogprobs,
     Usage,
@@ -213,11 +214,11 @@ class Engine:
     # ------------------------------------------------------------------ before requests come
 
     def load(
-        self, folder: Path, name: str | None = None, *, decode_only: bool = False
-    ) -> list[str]:
-        """Load a bundle, or a PEFT adapter under a name; return what requests can name."""
-        kind, registry = "bundle" if name is None else "adapter", self.registry
-        return registry.register(registry.read(kind, folder, name or "", decode_only=decode_only))
+        self, kind: str, folder: Path, name: str = "", *, decode_only: bool = False
+    ) -> list[ServedModel]:
+        """Load a bundle, an adapter or a context, as `EngineClient.load` does."""
+        registry = self.registry
+        return registry.register(registry.read(kind, folder, name, decode_only=decode_only))
 
     def warm_up(self) -> None:
         """Capture CUDA graphs and compile kernels; the likeliest ones if ``capture=lazy``."""

@@ -82,10 +82,10 @@ def main() -> None:
         served = not quantize.startswith("nf4")
         domains = []
         if served:
-            engine.load(given.bundle)
+            engine.load("bundle", given.bundle)
             domains = [model.name for model in engine.store.models() if model.head]
         for name, folder in adapters.items():
-            engine.load(folder, f"as-{name}")
+            engine.load("adapter", folder, f"as-{name}")
         found = of_words(engine, [None, *(f"as-{name}" for name in adapters)], images)
         asked = [Request(f"{d}-{n}", d, images=[image], head=True)
                  for d in domains for n, image in enumerate(images)]  # fmt: skip

@@ -82,7 +82,7 @@ def measure(given: argparse.Namespace) -> None:
     engine = Engine(settings_of(given, folder, gpus, way))
     try:
         for place in sorted(folder.glob("adapter-*")):
-            engine.load(place, place.name)
+            engine.load("adapter", place, place.name)
         engine.warm_up()
         for key in engine.registry.ranks:
             engine.adapters.load(key)

@@ -57,7 +57,7 @@ class Valora(Peer):
         )
         engine = Engine(settings)
         for name, folder in job.adapters.items():
-            engine.load(Path(folder), name)
+            engine.load("adapter", Path(folder), name)
         engine.warm_up()
         self._engine, self._preparing = engine, 0.0
         engine.prepare = self._timed(engine.prepare)  # type: ignore[method-assign]

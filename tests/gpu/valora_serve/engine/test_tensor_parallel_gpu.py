@@ -43,7 +43,7 @@ def make(folder, size, way="replicate_a"):
         )
     )  # fmt: skip
     for place in sorted(folder.glob("adapter-*")):
-        engine.load(place, place.name)
+        engine.load("adapter", place, place.name)
     engine.warm_up()
     return engine
 

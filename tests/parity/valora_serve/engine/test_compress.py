@@ -89,7 +89,7 @@ def test_a_shorter_prefix_keeps_positions_and_is_served_as_it_was_stored(base, t
 @pytest.mark.parametrize("settings", [{}, {"chunk": 7}])
 def test_memory_tokens_are_those_of_the_encoder(base, bundle, tmp_path, settings):
     engine = make_engine(base, **settings)
-    engine.load(bundle)
+    engine.load("bundle", bundle)
     new = NewContext("doc", DOCUMENT, MEMORY_TOKENS, adapter="documents/reader")
 
     async def use(client):
@@ -145,7 +145,7 @@ def test_which_keys_are_kept():
 ])  # fmt: skip
 def test_refusals(base, bundle, tmp_path, wanted, kind, message):
     engine = make_engine(base)
-    engine.load(bundle)
+    engine.load("bundle", bundle)
 
     async def use(client):
         with pytest.raises(kind, match=message):

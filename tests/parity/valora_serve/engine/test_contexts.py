@@ -59,7 +59,7 @@ def reference(base, bundle):
 
 def engine_of(base, bundle, **settings):
     engine = make_engine(base, **settings)
-    engine.load(bundle)
+    engine.load("bundle", bundle)
     return engine
 
 
@@ -153,7 +153,7 @@ def test_a_large_prefix_is_not_overtaken_for_ever(base, tmp_path):
     engine = make_engine(
         base, pages=16, max_requests=4, policy_settings=PolicySettings(patience=0.05)
     )
-    engine.load(folder)
+    engine.load("bundle", folder)
     sampling = SamplingParams(max_tokens=30, ignore_eos=True)
     late = Request("late", "large", messages=ask("Why"), sampling=SamplingParams(max_tokens=2))
     found = {}
@@ -229,10 +229,10 @@ def test_a_memory_of_another_base_model_is_refused(base, bundle, tmp_path):
     make_context_bundle(wrong, other, {"a": ContextSpec(PREFIX, 16)}, {})
     engine = make_engine(base)
     with pytest.raises(AdapterError, match="use that base model"):
-        engine.load(wrong)
+        engine.load("bundle", wrong)
     manifest = json.loads((wrong / MANIFEST).read_text())
     manifest["base"] = json.loads((bundle / MANIFEST).read_text())["base"]
     (wrong / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(AdapterError, match=r"context a: .* was made for base model"):
-        engine.load(wrong)
+        engine.load("bundle", wrong)
     assert engine.stats().contexts_known == 0

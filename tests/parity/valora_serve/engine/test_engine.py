@@ -320,7 +320,7 @@ def test_loading_and_unloading_while_requests_run(base, adapters, reference):
     requests = mixed([None, "attention", "attention"])
     add_requests(engine, *requests)
     engine.step()
-    engine.load(adapters["everything"], "everything")  # brings linears that had no adapter so far
+    engine.load("adapter", adapters["everything"], "everything")  # brings more linears with LoRA
     late = [replace(one, id=f"late {one.id}", model="everything") for one in requests]
     add_requests(engine, *late)
     engine.step()
@@ -340,7 +340,7 @@ def test_a_model_goes_from_one_engine_to_the_next(base, adapters, reference):
     for names in (["attention", "mlp"], ["patterns"], ["attention"]):
         engine = Engine(engine.settings, engine.lmm, engine.cost)
         for name in names:
-            engine.load(adapters[name], name)
+            engine.load("adapter", adapters[name], name)
         requests = mixed([*names, None, *names])
         check_answers(run(engine, requests), reference, *requests)
         assert not engine.adapters.unmergeable

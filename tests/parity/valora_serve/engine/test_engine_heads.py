@@ -131,7 +131,7 @@ def writers(names):
 )
 def test_boxes_are_those_of_training(detection, trained, settings):
     engine = make_engine("tiny", **settings)
-    engine.load(detection)
+    engine.load("bundle", detection)
     asked = detections()
     beside = writers([None, "detection/adapter-2", "detection/adapter-1"])
     found = run(engine, [beside[0], *asked.values(), *beside[1:]], together=5)
@@ -152,7 +152,7 @@ def test_threshold_and_several_images(detection, trained, tmp_path):
     stricter = Path(shutil.copytree(detection, tmp_path / "stricter"))
     (stricter / "bundle.json").write_text(json.dumps(manifest))
     engine = make_engine("tiny", policy="valora")
-    engine.load(stricter)
+    engine.load("bundle", stricter)
     one = Request("one", model="traffic", images=[picture(1)])
     two = Request("two", model="traffic", images=[picture(1), picture(2)], min_score=LEAST)
     found = run(engine, [one, two])
@@ -168,7 +168,7 @@ def test_threshold_and_several_images(detection, trained, tmp_path):
 
 def test_heads_again_from_the_prefix_cache(detection, trained):
     engine = make_engine("tiny", policy="unmerge_only", block_size=4)
-    engine.load(detection)
+    engine.load("bundle", detection)
     for round_ in range(3):
         asked = detections()
         found = run(engine, list(asked.values()))
@@ -183,7 +183,7 @@ def test_heads_again_from_the_prefix_cache(detection, trained):
 def test_other_heads_by_hand(others):
     """Logits and confidences from PEFT's hidden states and the formulas of the bundle format."""
     engine = make_engine("tiny", policy="valora", overlap=True, chunk=50)
-    engine.load(others)
+    engine.load("bundle", others)
     reference = reference_of(others, prefix="")
     pairs = [(n, name) for n in range(2) for name in OTHERS]
     asked = [Request(f"{name} {n}", model=name, images=[picture(n)]) for n, name in pairs]
@@ -242,7 +242,7 @@ def hidden_of(reference, request):
 def test_embeddings_are_last_hidden_states_of_peft(others, settings):
     """Of the prompt's last token, by adapter, beside heads and generation, and from the cache."""
     engine = make_engine("tiny", **settings)
-    engine.load(others)
+    engine.load("bundle", others)
     reference = reference_of(others)
     names = ["others/adapter-1", "others/adapter-2", "scene", "crowd", None]
     texts = ["a red star", "two blue rings over a green key and " * 3]

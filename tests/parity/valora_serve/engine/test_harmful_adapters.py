@@ -281,7 +281,7 @@ def test_domains_of_others_and_of_its_own(tmp_path, policy):
 
     alone, engine = (make_engine("tiny", policy=policy) for _ in range(2))
     for one, bundle in ((alone, fine), (engine, fine), (engine, bad)):
-        one.load(bundle)
+        one.load("bundle", bundle)
     wanted = run(alone, requests(*DOMAINS))
     own, theirs = requests(*DOMAINS), requests(*names)
     found = run(engine, [one for pair in zip(theirs, own, strict=True) for one in pair])
@@ -314,5 +314,5 @@ def test_what_no_input_survives_is_refused_at_load(base, tmp_path, dtype):
         folder = make_adapter(tmp_path / what / "bad", base, seed=3, rank=4)
         rewritten(folder, change)
         with pytest.raises(AdapterError, match=r"bad"):
-            engine.load(folder, "bad")
+            engine.load("adapter", folder, "bad")
         assert len(engine.adapters) == 0 and len(engine.store.models()) == 1

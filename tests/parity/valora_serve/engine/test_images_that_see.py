@@ -72,7 +72,7 @@ def test_domains_of_one_prompt_share_a_pass(base, tmp_path):
     found = []
     for together in (False, True):
         engine = make_engine(base, block_size=4, chunk=9, prefix_cache=False)
-        engine.load(bundle)
+        engine.load("bundle", bundle)
         if together:
             prepared = engine.prepare_all(requests)
             assert not engine.add_all([p for p in prepared.values() if isinstance(p, Prepared)])

@@ -68,7 +68,7 @@ def pair(request, base, adapters, tmp_path_factory):
         )
     try:
         for engine in (one, two):
-            engine.load(folder)
+            engine.load("bundle", folder)
         yield one, two
     finally:
         two.close()
@@ -110,9 +110,9 @@ def test_a_leader_without_memory_leaves_all_processes_as_they_were(base, adapter
         with monkeypatch.context() as failing:
             failing.setattr(MergeableWeights, "keep", keep)
             with pytest.raises(AdapterError, match="too little memory for a copy of the weights"):
-                two.load(adapters["mlp"], "mlp")
+                two.load("adapter", adapters["mlp"], "mlp")
         assert_equal(run(two, asked[:1]), {"attention": wanted["attention"]})
-        two.load(adapters["mlp"], "mlp")
+        two.load("adapter", adapters["mlp"], "mlp")
         assert_equal(run(two, asked), wanted)
     finally:
         two.close()
@@ -199,7 +199,7 @@ def test_contexts_and_adapters_at_decoding_only(pair, base, tmp_path):
     ]
     answers = []
     for engine in pair:
-        engine.load(folder)
+        engine.load("bundle", folder)
         answers.append(tokens(run(engine, requests)))
     assert answers[0] == answers[1]
     assert len({tuple(answers[0][name]) for name in contexts}) == len(contexts)
@@ -252,4 +252,4 @@ def test_a_killed_process_ends_requests_with_one_message(pair, adapters):
     ended = engine.fail_all("over")
     assert {output.id for output in ended} == {request.id for request in asked}
     with pytest.raises(StoppedError, match="was killed by SIGKILL"):
-        engine.load(adapters["mlp"], "another")
+        engine.load("adapter", adapters["mlp"], "another")

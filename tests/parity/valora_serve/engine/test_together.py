@@ -52,7 +52,7 @@ def engine_of(bundle, *, image_first=False, **options):
     if image_first:
         engine.lmm.processor = copy.copy(engine.lmm.processor)
         engine.lmm.processor.chat_template = IMAGE_FIRST
-    engine.load(bundle)
+    engine.load("bundle", bundle)
     return engine
 
 
@@ -178,7 +178,7 @@ def test_riders_keep_deadlines_and_errors_of_their_own(bundle):
 def test_the_demo_reproduces_its_golden_examples_with_all_domains_at_once(policy):
     folder = Path(valora_serve.demo.__file__).parent / "bundles" / "detection"
     engine = make_engine("tiny", policy=policy)
-    engine.load(folder)
+    engine.load("bundle", folder)
     names = [model.name for model in engine.store.models() if model.kind == "domain"]
     for example in read_examples(folder):
         with Image.open(example.files[0]) as file:

@@ -148,10 +148,10 @@ def test_cached_prompts_are_those_of_the_same_weights(base, adapters, reference)
 
 
 def test_wrong_weights(base, adapters, tmp_path, reference):
-    spec = {"scene": DomainSpec("adapter-1", "classification", ["x", "y", "z"])}
+    spec = {"scene": DomainSpec("one", "classification", ["x", "y", "z"])}
     engine = make_engine(base, adapters)
-    engine.load(make_bundle(tmp_path / "b", base, domains=spec, adapters={"adapter-1": {}}))
-    engine.load(adapters["mlp"], "late", decode_only=True)
+    engine.load("bundle", make_bundle(tmp_path / "b", base, domains=spec, adapters={"one": {}}))
+    engine.load("adapter", adapters["mlp"], "late", decode_only=True)
     wrong = [
         (None, (("nobody", 1.0),), UnknownModelError, "nobody"),
         (None, (("attention", 4.1),), RequestError, "-4 to 4"),

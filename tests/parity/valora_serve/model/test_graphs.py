@@ -87,7 +87,7 @@ def test_adapters_that_come_after_the_start_are_captured(folders):
     engine = make_engine("tiny", prompt_graphs=True, policy="slora")
     engine.warm_up()
     before = capture(engine.runner, (0, 1))
-    engine.load(folders["a0"], "a0")
+    engine.load("adapter", folders["a0"], "a0")
     assert capture(engine.runner, (0, 1)) == 2 * before
     engine.close()
 

@@ -57,11 +57,11 @@ def test_a_file_that_was_changed_when_it_is_needed_again(
 def test_an_adapter_is_read_again_from_where_it_came_last(base, adapters, reference, tmp_path):
     folder = Path(shutil.copytree(adapters["a"], tmp_path / "a"))
     engine = make_engine(base, {"a": folder}, host_bytes=1, slots=1)
-    engine.load(adapters["a"], "a")
+    engine.load("adapter", adapters["a"], "a")
     shutil.rmtree(folder)
     for name in "aba":
         if name == "b":
-            engine.load(adapters["b"], "b")
+            engine.load("adapter", adapters["b"], "b")
         one = question(name, name)
         check_answers(run(engine, [one]), reference, one)
         stats = engine.stats()
@@ -77,13 +77,13 @@ def test_the_same_name_with_other_content(base, adapters, reference):
     assert run(engine, [same])["same"].tokens == a
     add_requests(engine, replace(same, id="old"))
     late = engine.prepare(replace(same, id="late"))
-    engine.load(adapters["b"], "x")
+    engine.load("adapter", adapters["b"], "x")
     engine.add(late)  # it was prepared for the old one, which still has a request
     add_requests(engine, replace(same, id="new"))
     later = engine.prepare(replace(same, id="later"))
     assert tokens(finish(engine)) == {"old": a, "late": a, "new": b}
     assert len(engine.adapters) == 1
-    engine.load(adapters["c"], "x")
+    engine.load("adapter", adapters["c"], "x")
     with pytest.raises(UnknownModelError, match="ask again"):
         engine.add(later)
     assert_empty(engine)
@@ -103,7 +103,7 @@ def test_no_memory_for_the_copy_that_merging_needs(base, adapters, reference, mo
         failing.setattr(MergeableWeights, "keep", keep)
         for _ in range(2):
             with pytest.raises(AdapterError, match="too little memory for a copy of the weights"):
-                engine.load(adapters["a"], "a")
+                engine.load("adapter", adapters["a"], "a")
     moved = [name for name, weights in before.items() if groups[name].weights is not weights]
     assert moved
     for weight in (weight for name in moved for weight in before[name]):
@@ -112,7 +112,7 @@ def test_no_memory_for_the_copy_that_merging_needs(base, adapters, reference, mo
     assert (engine.stats().adapters_known, len(engine.adapters)) == (0, 0)
     asked = [question(f"base {n}", None, tokens=4) for n in range(2)]
     check_answers(run(engine, asked), reference, *asked)
-    engine.load(adapters["a"], "a")
+    engine.load("adapter", adapters["a"], "a")
     asked = [question(f"a {n}", "a", tokens=4) for n in range(2)]
     check_answers(run(engine, asked), reference, *asked)
     assert engine.stats().merged_adapter == "a"
@@ -174,15 +174,15 @@ def test_loading_again_lifts_the_quarantine(base, adapters, reference, infinite)
     with pytest.raises(QuarantinedError, match=r"x is quarantined.*loading.*again lifts"):
         engine.add(engine.prepare(question("later", "x")))
     # The same content is found out again, other content is served.
-    engine.load(infinite, "x")
+    engine.load("adapter", infinite, "x")
     assert engine.stats().quarantined == {}
     assert isinstance(run(engine, [question("two", "x")])["two"].error, QuarantinedError)
-    engine.load(adapters["a"], "x")
+    engine.load("adapter", adapters["a"], "x")
     assert engine.stats().quarantined == {}
     assert (engine.adapters.unmergeable, engine.adapters.proven) == ({}, set())
     found = run(engine, [question("three", "x")])
     assert found["three"].tokens == reference(question("three", "a")).tokens
-    engine.load(infinite, "bad")
+    engine.load("adapter", infinite, "bad")
     run(engine, [question("four", "bad")])
     assert set(engine.stats().quarantined) == {"bad"}
     engine.registry.unregister("adapter", "bad")

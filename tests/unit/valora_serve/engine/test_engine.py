@@ -86,7 +86,7 @@ def test_cancelled(base, reference, scene, kind, when):
     if kind == "image":
         one = about("one", noise(9, 9, 1))
     if kind == "head":
-        engine.load(scene)
+        engine.load("bundle", scene)
         one = replace(one, model="scene")
     beside = question("beside", tokens=9)
     add_requests(engine, one, beside)
@@ -144,7 +144,7 @@ def test_what_policies_are_told_of_limits_and_arrivals(base, scene, monkeypatch)
     monkeypatch.setattr(engine_module, "SEEN", 8)
     limits = PolicySettings(latency_limits={"scene": 3.0})
     engine = make_engine(base, max_requests=1, policy="slora", policy_settings=limits)
-    engine.load(scene)
+    engine.load("bundle", scene)
     views, decide = [], engine.policy.decide
     monkeypatch.setattr(engine.policy, "decide", lambda view: views.append(view) or decide(view))
     more = {9: {"deadline": 50.0}, 10: {"model": "scene", "deadline": 70.0},

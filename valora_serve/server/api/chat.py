@@ -51,7 +51,7 @@ async def _bundle_answer(
     """Answer with JSON: what each domain of a bundle finds in the user's images or video."""
     since, name = time.monotonic(), str(body.model)
     tools_of(body)  # refuses what no chat may have
-    requests.sampling(body, context, max_tokens=None, logprobs=None)
+    params = requests.sampling(body, context, max_tokens=None, logprobs=None)
     refused = {"tools": body.tools, "response_format": requests.grammar_of(body, context),
                "n": (body.n or 1) > 1, "logprobs": body.logprobs, "stream": body.stream,
                "top_logprobs": body.top_logprobs, "valora.adapters": body.valora.adapters,
@@ -61,8 +61,8 @@ async def _bundle_answer(
             f"{name} is a bundle, whose domains answer at once: leave out {given}, or ask one of "
             "its domains"
         )
-    users = [message for message in body.messages if message.role == "user"]
-    media = [part for message in users for part in media_of(message)]
+    users = [message for message in reversed(body.messages) if message.role == "user"]
+    media = next(filter(None, map(media_of, users)), [])
     videos = [part for part in media if not isinstance(part, schema.ImagePart)]
     if len(videos) > 1:
         raise RequestError(f"{name} is a bundle: send images, or one video, and text")
@@ -71,11 +71,11 @@ async def _bundle_answer(
         images=[part.image_url for part in media if isinstance(part, schema.ImagePart)],
         frames=getattr(video, "frames", []), video=getattr(video, "video_url", None),
         min_score=body.valora.min_score, deadline=body.valora.deadline,
-        prompt="\n".join(filter(None, map(text_of, users))) or None,
+        prompt=next(filter(None, map(text_of, users)), None),
         max_tokens=body.max_completion_tokens or body.max_tokens, cache_salt=body.cache_salt,
         store=body.store in (None, True),
     )  # fmt: skip
-    found = await looked(context, http, fields, [name], since, own_prompts=True)
+    found = await looked(context, http, fields, [name], since, params)
     used = [one.usage for one in found.values() if isinstance(one, schema.VisionAnswer)]
     counts = {
         count: sum(getattr(one, count) for one in used)

@@ -5,6 +5,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -98,12 +99,11 @@ async def looked(
     fields: schema.VisionRequest,
     names: Sequence[str],
     since: float,
-    *,
-    own_prompts: bool = False,
+    chat: SamplingParams | None = None,
 ) -> dict[str, schema.VisionAnswer | schema.ErrorAnswer]:
     """An answer for each domain, or its error, raised if all fail.
 
-    `own_prompts`: domains that have a prompt of their own are asked no other.
+    `chat`: sampling of a chat, in which domains with a prompt of their own are asked no other.
     """
     _check_media(context, fields)
     service = context.service
@@ -136,9 +136,9 @@ async def looked(
     groups = await latest.within(_read_media(context, http, fields))
     asked: dict[str, tuple[list[types.Request], list[str]]] = {}
     for name, arrival in arrivals.items():
-        own = own_prompts and not arrival.model.takes_words
+        prompt = fields.prompt if chat is None or arrival.model.takes_words else None
         try:
-            requests, said = _requests(arrival, fields, None if own else fields.prompt, groups)
+            requests, said = _requests(arrival, fields, prompt, groups, chat)
             said += [f"{name} is named several times: answered once"] * (names.count(name) > 1)
             asked[name] = requests, said
         except ServeError as error:
@@ -272,8 +272,9 @@ async def _form_items(
 
 
 def _requests(
-    arrival: Arrival, fields: schema.VisionRequest, prompt: str | None, groups: list[list[Image]]
-) -> tuple[list[types.Request], list[str]]:
+    arrival: Arrival, fields: schema.VisionRequest, prompt: str | None,
+    groups: list[list[Image]], chat: SamplingParams | None,
+) -> tuple[list[types.Request], list[str]]:  # fmt: skip
     """The requests to the engine, one for each image or one for the video, and warnings."""
     model, settings, video = arrival.model, arrival.context.settings, not fields.images
     if model.form is not None:
@@ -283,9 +284,10 @@ def _requests(
     frames = [len(groups[0])] if video else []
     warnings += check_measured_media(model, int(not video), frames, head=head)
     limit = fields.max_tokens or model.max_tokens or settings.answer_tokens
+    params = chat or SamplingParams(temperature=settings.temperature)
     common: dict[str, Any] = {
         "model": model.name, "min_score": fields.min_score, "cache_salt": fields.cache_salt,
-        "sampling": SamplingParams(max_tokens=limit, temperature=settings.temperature),
+        "sampling": replace(params, max_tokens=limit),
         "deadline": arrival.time_left(), "store": fields.store is not False, "video": video,
         "stream": False,
     }  # fmt: skip

@@ -10,6 +10,7 @@ from tests.support.http_helpers import PNG, PNG_URL, data_url, encoded, picture,
 from tests.support.videos import video_file
 from valora_serve.errors import DeadlineError, UnknownModelError
 from valora_serve.server.access.admission import Admission
+from valora_serve.types import SamplingParams
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +200,13 @@ def test_a_chat_with_a_bundle_is_answered_by_all_of_its_domains(server):
     tokens = [one["usage"]["total_tokens"] for one in alone.values()]
     assert found["usage"]["total_tokens"] == sum(tokens)
     assert chat(server, "d", SHOWN, response_format={"type": "text"}).status_code == 200
+    given = {"temperature": 0.5, "seed": 3, "top_p": 0.9, "max_tokens": 4, "stop": ["x"]}
+    turns = [{"role": "user", "content": [SHOWN] * count} for count in (1, 2)]
+    before = len(server.engine.asked)
+    assert chat(server, "d", messages=turns, **given).status_code == 200
+    asked = server.engine.asked[before:]  # of the newest turn alone
+    assert len(asked) == 2 * len(said)
+    assert {one.sampling for one in asked} == {SamplingParams(**given | {"stop": ("x",)})}
     clip = {"type": "video_url", "video_url": {"url": PNG_URL}}
     frames = {"type": "frames", "frames": [PNG_URL]}
     for parts in ([text], [SHOWN, clip], [clip, clip], [SHOWN] * 4, [{"type": "file"}, SHOWN],

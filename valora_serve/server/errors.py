@@ -18,10 +18,6 @@ from valora_serve.server.telemetry import logs
 from valora_serve.server.telemetry.metrics import Metrics
 
 DRAINED = "The server shut down before the answer was complete: ask again"
-OPEN_INFERENCE = (
-    "The Open Inference Protocol is no longer served: send images to /v1/vision/{domain}, and ask "
-    "/v1/models/{domain} and /ready whether a domain answers"
-)
 LONGEST_NAME, LONGEST_PATH, LONGEST_TEXT = 60, 200, 300
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _TAG = re.compile(r"(?s)Input tag .* does not match any of the expected tags|Unable to .*")
@@ -108,10 +104,8 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
         said = str(error.detail)
         if error.status_code == 404:
             said = "There is nothing at this path: /docs lists the paths of this server"
-            if "/v2/" in f"{request.url.path}/":
-                said = OPEN_INFERENCE
         elif error.status_code == 405:
-            said = f"This path takes {(error.headers or {}).get('Allow', 'another method')} only"
+            said = f"This path takes no {request.method[:20]}: /docs lists the methods of each path"
         body = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
         return _answer(body, error.status_code, error.headers)
 

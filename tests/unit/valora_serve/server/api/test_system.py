@@ -1,10 +1,10 @@
-"""Version, console, status, and ``/v2``, which is no longer served."""
+"""Version, console and status."""
 
 import sys
 from dataclasses import replace
 
 from tests.support.fake_engine import FakeEngine
-from tests.support.http_helpers import refused, serving
+from tests.support.http_helpers import serving
 
 
 def test_version_and_console(tmp_path):
@@ -40,13 +40,3 @@ def test_status_has_every_replica():
             5, None, None,
         )  # fmt: skip
         assert set(east) < set(found)
-
-
-def test_every_request_below_it_is_told_what_to_use(keys_file):
-    with serving(keys_file=str(keys_file[0])) as server:
-        for method, path in (
-            ("GET", "/v2"), ("GET", "/v2/"), ("DELETE", "/v2/models/x"),
-            ("GET", "/v2/models/person/versions/1/ready"), ("POST", "/v2/models/person/infer"),
-        ):  # fmt: skip
-            refused(server.client.request(method, path, content=b"{"), 404, "/v1/vision/{domain}")
-        refused(server.client.get("/v2x"), 404, "/docs")

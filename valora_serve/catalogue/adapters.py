@@ -225,8 +225,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = read_json(folder / CONFIG, CONFIG_BYTES)
     except UnreadableError as error:
-        reason = f"is no adapter, as it has no readable {CONFIG}, which {error.reason}"
-        raise AdapterError(f"{folder} {reason}: name a folder that PEFT saved") from error
+        raise AdapterError(f"{folder} is no adapter, as it has no readable {CONFIG}, which "
+                           f"{error.reason}: name a folder that PEFT saved") from error  # fmt: skip
     config = config if isinstance(config, dict) else {}
     if (kind := config.get("peft_type")) != "LORA":
         remedy = CONVERT if isinstance(kind, str) else "name a folder that PEFT saved"
@@ -353,8 +353,8 @@ def _pair(
     want = {"A": (rank, shape[1]), "B": (shape[0], rank)}
     for part, (name, tensor) in tensors.items():
         if tuple(tensor.shape) != want[part]:
-            text = f"tensor {name}: expected shape {want[part]}, got {tuple(tensor.shape)}; use the"
-            raise ValueError(f"{text} base model that it was trained on")
+            raise ValueError(f"tensor {name}: expected shape {want[part]}, got {(*tensor.shape,)}; "
+                             "use the base model that it was trained on")  # fmt: skip
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"tensor {name} holds NaN or Inf; train it again")
     scaling = alpha / math.sqrt(rank) if rslora else alpha / rank
@@ -387,8 +387,8 @@ def make_classifier(adapter: Adapter, score: torch.Tensor, width: int) -> Head:
     outputs, file = score.shape[0] if score.ndim == 2 else 0, adapter.folder / MODEL_CONFIG
     score = score.float()
     if not 2 <= outputs <= MAX_LABELS or not (score.abs() <= LARGEST).all():
-        text = f"its shape {tuple(score.shape)} has not 2 to {MAX_LABELS} labels, or it holds NaN"
-        raise ValueError(f"{text} or values above {LARGEST:g}")
+        raise ValueError(f"its shape {tuple(score.shape)} has not 2 to {MAX_LABELS} labels, or it "
+                         f"holds NaN or values above {LARGEST:g}")  # fmt: skip
     config: Any = read_json(file, CONFIG_BYTES) if file.exists() else {}
     config = config if isinstance(config, dict) else {}
     kind = config.get("problem_type")

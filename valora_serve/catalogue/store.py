@@ -130,12 +130,12 @@ class Store:
         if not weights:
             return named
         if len(weights) > MAX_MIXED or any(not abs(one) <= MAX_WEIGHT for _, one in weights):
-            limits = f"with weights from {-MAX_WEIGHT:g} to {MAX_WEIGHT:g}"
-            raise RequestError(f"valora.adapters takes up to {MAX_MIXED} adapters, {limits}")
+            raise RequestError(f"valora.adapters takes up to {MAX_MIXED} adapters, with weights "
+                               f"from {-MAX_WEIGHT:g} to {MAX_WEIGHT:g}")  # fmt: skip
         found = [self.resolve(one) for one, _ in weights]
         if named not in (self._base, found[0]):
-            both = f"{named.model.name} and valora.adapters"
-            raise RequestError(f"{both}: name the base model, or the first of the adapters")
+            raise RequestError(f"{named.model.name} and valora.adapters: name the base model, or "
+                               "the first of the adapters")  # fmt: skip
         terms: dict[str, tuple[Adapter, float]] = {}
         for target, (_, weight) in zip(found, weights, strict=True):
             model, adapter = target.model, target.adapter

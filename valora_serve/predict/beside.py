@@ -127,8 +127,8 @@ def answers_of(
     if not found:
         raise SettingsError(f"{file} has no answers of {domain.name}: name it with --domain there")
     if others := {box.label for boxes in found.values() for box in boxes} - {*domain.labels}:
-        said = f"{file} finds {min(others)!r}, which is none of {domain.name}'s labels"
-        raise SettingsError(f"{said}: run valora label with those as --labels")
+        raise SettingsError(f"{file} finds {min(others)!r}, which is none of {domain.name}'s "
+                            "labels: run valora label with those as --labels")  # fmt: skip
     return found
 
 

@@ -138,8 +138,8 @@ def check_run(out: Path, facts: dict[str, Any]) -> list[ServedModel]:
         raise SettingsError(f"{out} is without a sound {RUN}: name another folder") from error
     other = sorted(name for name in facts | before if facts.get(name) != before.get(name))
     if other:
-        what = f"predictions of another run, with other {', '.join(other)}"
-        raise SettingsError(f"{out} holds {what}: name another folder with --out")
+        raise SettingsError(f"{out} holds predictions of another run, with other "
+                            f"{', '.join(other)}: name another folder with --out")  # fmt: skip
     return models
 
 

@@ -39,8 +39,8 @@ class Samples:
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._folder).close()
         except OSError as error:
-            text = f"sample_folder {self._folder} cannot be written ({error.strerror})"
-            raise SettingsError(f"{text}: name another folder") from error
+            raise SettingsError(f"sample_folder {self._folder} cannot be written "
+                                f"({error.strerror}): name another folder") from error  # fmt: skip
 
     def offer(self, model: ServedModel, request: Request, output: Output) -> None:
         """Keep a picture with its answer, if its turn comes, and a small model could answer it."""

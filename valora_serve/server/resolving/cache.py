@@ -64,11 +64,11 @@ def lock_folder(folder: Path) -> FileLock:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        text = f"adapter_cache {folder} is in use by another server: give this one a folder of its"
-        raise errors.SettingsError(f"{text} own with --adapter-cache") from None
+        raise errors.SettingsError(f"adapter_cache {folder} is in use by another server: name "
+                                   "another one with --adapter-cache") from None  # fmt: skip
     except OSError as error:
-        text = f"adapter_cache {folder} cannot be used ({error.strerror}): let the server write"
-        raise errors.SettingsError(f"{text} there, or name another folder") from error
+        raise errors.SettingsError(f"adapter_cache {folder} cannot be used ({error.strerror}): let "
+                                   "the server write there, or name one") from error  # fmt: skip
     return lock
 
 

@@ -178,7 +178,7 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("at_once", "max_tokens"):
         if (value := getattr(options, name)) is not None and value < 1:
             raise SettingsError(f"--{name.replace('_', '-')} is {value}: name at least 1")
-    for name in ("bundle", "domain", "beside", "format"):  # as of an unset variable of a shell
+    for name in ("bundle", "domain", "beside", "format", "prompt"):  # as of an unset variable
         if (value := getattr(options, name)) is not None and not value.strip(" ,"):
             raise SettingsError(f"--{name} is empty: give it a value, or leave it out")
     if not options.folder.exists():

@@ -18,6 +18,7 @@ from valora_data.faults import FaultError, load_image
 from valora_data.sources.formats.files import IMAGES, files_below, readable
 from valora_data.sources.formats.videos import SUFFIXES, read_frames
 from valora_serve.errors import SettingsError
+from valora_serve.server.api.domain_prompt import filled
 from valora_serve.server.gather import gathered
 from valora_serve.server.samples import NOTE
 from valora_serve.types import EngineClient, Finish, Request, SamplingParams, ServedModel
@@ -248,11 +249,10 @@ def make_request(
     name: str, model: ServedModel, content: Sequence[Image], options: Namespace
 ) -> Request:
     """Return a request with a file's image or frames, and the given words where some are needed."""
-    words = (model.prompt or "{}").replace("{}", options.prompt or "")
+    words = filled(model.prompt or "", options.prompt) if model.takes_words else None
     tokens = options.max_tokens or model.max_tokens
     return Request.about(
-        content,
-        words if model.takes_words else None, video=model.media == "video", id=name,
+        content, words, video=model.media == "video", id=name,
         model=model.name, min_score=options.min_score, stream=False,
         sampling=SamplingParams() if tokens is None else SamplingParams(max_tokens=tokens),
     )  # fmt: skip

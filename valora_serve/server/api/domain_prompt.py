@@ -44,7 +44,7 @@ def question_of(model: ServedModel, words: str | None, *, head: bool) -> tuple[s
             raise RequestError(f"{model.name} answers questions{hint}: send the question as text")
         return prompt, []
     if model.takes_words:
-        return _filled(prompt, words), []
+        return filled(prompt, words), []
     if head or words == prompt.strip():
         return prompt, [_ignored(model, ["the text"])] * (words != prompt.strip())
     return words, [_unmeasured(model, ["another text"])] * (model.head is None)
@@ -86,7 +86,7 @@ def _about_context(model: ServedModel, messages: Sequence[Message]) -> Asked:
         raise RequestError(f"{model.name} answers questions about a document: send one")
     prompt, words = model.prompt or PLACE, text_of(turns[-1])
     if prompt != PLACE and turns[-1].role == "user" and words:
-        turns[-1] = _asking(turns[-1], _filled(prompt, words))
+        turns[-1] = _asking(turns[-1], filled(prompt, words))
     ignored = (
         f"{model.name} is a context, which stands in place of the system prompt: ignored the "
         "system prompt"
@@ -128,7 +128,7 @@ def _for_language_model(model: ServedModel, messages: Sequence[Message], told: b
     if spoken is not None:
         words = text_of(turns[spoken])
         if model.takes_words:
-            turns[spoken] = _asking(turns[spoken], _filled(prompt, words))
+            turns[spoken] = _asking(turns[spoken], filled(prompt, words))
         elif words != prompt.strip():
             unmeasured.append("another text")
     elif newest is not None:
@@ -153,7 +153,7 @@ def _newest(messages: Sequence[Message], read: Callable[[Message], object]) -> i
     return max(users, default=None)
 
 
-def _filled(prompt: str, words: str) -> str:
+def filled(prompt: str, words: str) -> str:
     """The domain's prompt with a request's words in it, which may hold the whole prompt already."""
     if PLACE not in prompt:
         return words

@@ -238,7 +238,7 @@ def test_an_interrupted_small_model_is_no_error(engines, tmp_path, capsys, monke
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--format", "xml"], "unknown format 'xml'"),
+        (["--format", "xml"], "unknown format 'xml'"), (["--prompt", ""], "--prompt is empty"),
         (["--min-score", "3"], "name one from 0 to 1"), (["--at-once", "0"], "name at least 1"),
         (["--domain", "cow"], "there is no domain 'cow': choose from person, car, mood"),
         (["--domain", "mood"], "mood reads no single image or video: ask it over HTTP"),
@@ -270,11 +270,11 @@ def test_videos_questions_and_texts(tmp_path):
     longer = replace(video, name="longer", images=6)
     jobs, kept = find_jobs(tmp_path, [video, longer], tmp_path)
     assert ([(job.name, job.frames) for job in jobs], kept) == ([("in.mp4", 4), ("in.mp4", 6)], 0)
-    asked = replace(CAPTION, prompt="what color is {}?", prompted=True)
-    said = SimpleNamespace(prompt="the car", min_score=None, max_tokens=9, at_once=4)
-    request = make_request("1", asked, ["image"], said)
-    text = request.messages[0]["content"][0]["text"]
-    assert (text, request.sampling.max_tokens) == ("what color is the car?", 9)
+    said = SimpleNamespace(prompt="What color is the car?", min_score=None, max_tokens=9, at_once=4)
+    for prompt, text in (("what color is {}?", "what color is the car?"), ("ask", said.prompt)):
+        request = make_request("1", replace(CAPTION, prompt=prompt, prompted=True), ["image"], said)
+        assert request.messages[0]["content"][0]["text"] == text
+    assert request.sampling.max_tokens == 9
     engine, found = FakeEngine(), []
     engine._served |= {model.name: model for model in (video, longer, CAPTION, PERSON)}
     asyncio.run(answer_all(engine, jobs, said, found.append))

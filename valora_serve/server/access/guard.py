@@ -96,7 +96,8 @@ class Guard:
         key = self._keys.check(headers.get("authorization"), admin=admin)
         address = scope["client"][0] if scope.get("client") else ""
         with contextlib.suppress(ValueError):  # of IPv6 the /64, all of which a client may use
-            address = str(ipaddress.IPv6Network(f"{address}/64", strict=False))
+            own = ipaddress.IPv6Address(address)
+            address = str(own.ipv4_mapped or ipaddress.IPv6Network((int(own), 64), strict=False))
         if scope.get("state", {}).get("counts", True):  # by one of several replicas
             self.rates.take(f"key {key.name}" if key else f"address {address}", time.monotonic())
         if key and key.models and rules.tells_all:

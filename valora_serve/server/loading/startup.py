@@ -115,8 +115,7 @@ async def load_all(engine: Any, bundles: Sequence[Path], served: ServedSet) -> S
                 left_out.append(f"bundle {name} was unloaded at run time: load it to serve it")
             continue
         made = await engine.load("bundle", folder)
-        name = next((model.bundle for model in made if model.bundle), None) or folder.name
-        logs.LOG.info("loaded %s", name, extra={"facts": {"folder": str(folder)}})
+        logs.LOG.info("loaded %s", made[0].bundle, extra={"facts": {"folder": str(folder)}})
         loaded.append(folder)
     await engine.warm_up()
     examples = sum([await served.replay(folder) for folder in loaded]) if served.replay else 0

@@ -79,9 +79,10 @@ def test_addresses_of_a_network_share_a_rate():
     with serving(rate=1, burst=1, trusted_proxies=("127.0.0.1",)) as server:
         found = [
             server.client.get("/v1/models", headers={"x-forwarded-for": address}).status_code
-            for address in ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1")
-        ]
-        assert found == [200, 429, 200]
+            for address in ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1",
+                            "::ffff:192.0.2.1", "::ffff:192.0.2.2", "192.0.2.2")  # IPv4, in IPv6
+        ]  # fmt: skip
+        assert found == [200, 429, 200, 200, 200, 429]
 
 
 def test_every_known_key_is_let_in_and_no_other(keys_file):

@@ -89,7 +89,7 @@ class BoxHeadModule(nn.Module):
         self, raw: Tensor, size: tuple[int, int], settings: HeadSettings, min_score: float
     ) -> list[Box]:
         """The boxes of an image of some width and height, from its (tokens, 5 + classes)."""
-        found = self.stored(settings).detections(raw, size, min_score)
+        found = self.stored(settings).detections(raw.float().cpu().numpy(), size, min_score)
         return [Box(*item.box, label=item.label, confidence=item.confidence) for item in found]
 
     def stored(self, settings: HeadSettings) -> BoxHead:
@@ -147,7 +147,7 @@ class DetectionTargets(Rows):
         """Create the targets of images with boxes in pixels, for a grid of rows and columns."""
         rows, columns = grid
         shape = torch.tensor([columns, rows], dtype=torch.float32)
-        centres = box_code.cell_centres(grid)
+        centres = torch.from_numpy(box_code.cell_centres(grid))
         parts = []
         for sample in samples:
             width, height = sample.image.size

@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
-from torchvision.ops import box_iou
+from torchvision.ops import box_iou, nms
 
 import valora_data.models.lite_tower  # noqa: F401 (registers it with transformers)
 from tests.bench.base_models.albums import draw_album
@@ -33,7 +33,7 @@ from tests.bench.base_models.questions import (
     read_boxes,
 )
 from tests.bench.base_models.scenes import MAX_THINGS, Scene, draw_scene
-from valora_data.contract.boxes import decode, suppress
+from valora_data.contract.boxes import decode
 from valora_data.contract.contexts import system_turn
 from valora_data.models import smol
 from valora_data.sources.formats.documents import RECORD_TOKENS, draw_document
@@ -216,8 +216,8 @@ class Checkpoint:
             ).sigmoid()
             codes = F.linear(visual, self.head["box.weight"], self.head["box.bias"])
             for boxes, score in zip(decode(codes, GRID).cpu(), scores[..., 0].cpu(), strict=True):
-                classes = np.zeros(len(boxes), np.int64)
-                kept = suppress(boxes.numpy(), score.numpy(), classes, 0.5, 0.02, 50)
+                kept = nms(boxes, score, 0.5)[:50]
+                kept = kept[score[kept] >= 0.02]
                 found.append((boxes[kept], score[kept]))
         return found
 

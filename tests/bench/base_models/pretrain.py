@@ -205,7 +205,7 @@ def assign(boxes: Tensor, n_boxes: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (b, cells) bool, whether a box is assigned to the cell, and (b, cells) int64, its index.
     """
-    cells = cell_centres(GRID).to(boxes)
+    cells = torch.from_numpy(cell_centres(GRID)).to(boxes)
     centres = (boxes[..., :2] + boxes[..., 2:]) / 2
     offset = (cells - centres[:, :, None]) * boxes.new_tensor([GRID[1], GRID[0]])
     inside = ((cells > boxes[:, :, None, :2]) & (cells < boxes[:, :, None, 2:])).all(-1)
@@ -239,7 +239,8 @@ def detection_loss(
     truth = boxes.gather(1, which[..., None].expand(-1, -1, 4))
     truth = torch.where(answers[..., None], truth, truth.new_tensor([0.0, 0.0, 1.0, 1.0]))
     cell = truth.new_tensor([1.0 / GRID[1], 1.0 / GRID[0]])
-    offset = ((truth[..., :2] + truth[..., 2:]) / 2 - cell_centres(GRID).to(truth)) / cell
+    centres = torch.from_numpy(cell_centres(GRID)).to(truth)
+    offset = ((truth[..., :2] + truth[..., 2:]) / 2 - centres) / cell
     size = ((truth[..., 2:] - truth[..., :2]) / cell).clamp_min(1e-6).log().clamp(*LOG_SIZE)
     goal = torch.cat([offset, size], dim=-1)  # what `decode` makes the box of
     code = F.smooth_l1_loss(codes, goal, reduction="none", beta=0.1).sum(-1)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlflow
@@ -81,6 +82,7 @@ def connect(paths: PathSettings, experiment: str) -> None:
     use_store(paths.tracking)
     # Two processes would both make the database.
     with FileLock(Path(paths.work) / "mlflow.lock"), storing():
+        _make_database(mlflow.get_tracking_uri())
         found = mlflow.get_experiment_by_name(experiment)
         if found is not None and found.lifecycle_stage == "deleted":
             mlflow.MlflowClient().restore_experiment(found.experiment_id)
@@ -92,6 +94,18 @@ def connect(paths: PathSettings, experiment: str) -> None:
             key = run.data.tags.get(TEACHER) or run.data.tags.get(FUSION)
             if key is not None and was_killed(Path(paths.work), key):
                 mlflow.MlflowClient().set_terminated(run.info.run_id, "KILLED")
+
+
+def _make_database(uri: str) -> None:
+    """Make the database that an empty file is to be, at once: migrations that end early stay so."""
+    file = Path(uri.removeprefix("sqlite:///"))
+    if not file.is_file() or file.stat().st_size:
+        return
+    with TemporaryDirectory(prefix=".mlflow-", dir=file.parent) as folder:
+        made = Path(folder, file.name)
+        mlflow.MlflowClient(f"sqlite:///{made}").search_experiments()
+        if not file.stat().st_size:  # another process may have been faster
+            made.replace(file)
 
 
 def find_moved(uri: str) -> None:

@@ -11,12 +11,14 @@ from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import mlflow
 import pytest
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
+from mlflow.store.db import utils as store
 from PIL import Image
 from rich.console import Console
 from sqlalchemy.orm import Session
@@ -162,6 +164,18 @@ def test_a_store_that_cannot_be_used_is_one_sentence(paths, tmp_path, damage, me
         with pytest.raises(TrackingError, match=message) as caught:
             use()
         assert "\n" not in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_a_store_whose_making_was_cut_off_is_made_by_the_next_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = PathSettings(work=str(tmp_path / "work"), tracking=f"sqlite:///{tmp_path}/mlflow.db")
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_upgrade_db", mock.Mock(side_effect=OSError("no space left")))
+        with pytest.raises(TrackingError, match="free some space"):
+            tracking.try_store(paths, "valora/own")
+    tracking.try_store(paths, "valora/own")
+    assert mlflow.get_experiment_by_name("valora/own").artifact_location == f"{tmp_path}/mlruns/1"
+    assert {path.name for path in tmp_path.iterdir()} == {"work", "mlflow.db"}
 
 
 def test_a_folder_that_moved_finds_its_files(tmp_path, monkeypatch):

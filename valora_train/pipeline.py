@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from filelock import FileLock
 from rich.console import Console
 
 from valora_data.cpu import usable_cores
@@ -65,7 +66,9 @@ def run_stages(settings: Settings, display: Display, wait: bool) -> dict[str, An
         if not accelerator.is_main_process:
             return {}
         if settings.command == "export":
-            with display.work("export", "writing and checking the bundle"), stopwatch() as took:
+            alone = FileLock(pipeline.work / f"export-{settings.task.name}.lock")
+            shown = display.work("export", "writing and checking the bundle")
+            with shown, alone, stopwatch() as took:
                 bundle, reused = export_bundle(settings, domains, fused)
             display.done("export", str(bundle.folder), None if reused else took())
             link = find_run(bundle.manifest["lineage"]["mlflow_run_id"])

@@ -86,12 +86,9 @@ def build_teacher(
 
 
 def distill_stage(
-    domain: DomainSettings,
-    teacher: TeacherSettings,
-    data: Path,
-    trained: Path | None,
+    domain: DomainSettings, teacher: TeacherSettings, data: Path, trained: Path | None,
     work: Path | None = None,
-) -> Stage:
+) -> Stage:  # fmt: skip
     """The stage that runs a domain's teacher, as stage `teach` left it, over its samples."""
     settings: dict[str, Any] = {"labels": domain.labels, "task": str(domain.task)}
     splits: list[str] = [Split.UNLABELLED, Split.TRAIN]
@@ -118,13 +115,9 @@ def distill_stage(
 
 
 def build_distilled(
-    domain: DomainSettings,
-    teacher: TeacherSettings,
-    data: Path,
-    trained: Path | None,
-    folder: Path,
-    on_batch: Step = lambda *_: None,
-) -> None:
+    domain: DomainSettings, teacher: TeacherSettings, data: Path, trained: Path | None,
+    folder: Path, on_batch: Step = lambda *_: None,
+) -> None:  # fmt: skip
     """Write the LMM's training samples and `report.json` into the stage's folder."""
     if domain.teacher == LABELS:
         kept = shards.read(intact(data / Split.TRAIN))

@@ -97,13 +97,9 @@ def _read_previous(place: Path, name: str) -> Bundle | None:
 
 
 def _write_bundle(
-    folder: Path,
-    settings: Settings,
-    domains: Sequence[DomainInputs],
-    fused: Path,
-    result: dict[str, Any],
-    version: int,
-) -> None:
+    folder: Path, settings: Settings, domains: Sequence[DomainInputs], fused: Path,
+    result: dict[str, Any], version: int,
+) -> None:  # fmt: skip
     folder.mkdir(parents=True)
     for part in ("adapters", "heads", "contexts", "pictures"):
         if (fused / part).is_dir():  # there may be no adapter, or no head
@@ -142,12 +138,9 @@ def _write_bundle(
 
 
 def _manifest(
-    settings: Settings,
-    domains: Sequence[DomainInputs],
-    fused: Path,
-    result: dict[str, Any],
+    settings: Settings, domains: Sequence[DomainInputs], fused: Path, result: dict[str, Any],
     version: int,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     contexts = {
         name: facts["context"] for name, facts in result["domains"].items() if "context" in facts
     }
@@ -229,12 +222,9 @@ def _speed(
 
 
 def _golden_examples(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    item: DomainInputs,
-    model: BundleModel,
+    folder: Path, manifest: Mapping[str, Any], item: DomainInputs, model: BundleModel,
     rounded: BundleModel | None,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Write some test images of a domain; gives the examples."""
     name, task = item.settings.name, model.tasks[item.settings.name]
     facts = manifest["domains"][name]
@@ -273,13 +263,9 @@ def _golden_examples(
 
 
 def _steady(
-    name: str,
-    test: shards.Shard,
-    wanted: Sequence[int],
-    threshold: float | None,
-    model: BundleModel,
-    rounded: BundleModel,
-) -> list[int]:
+    name: str, test: shards.Shard, wanted: Sequence[int], threshold: float | None,
+    model: BundleModel, rounded: BundleModel,
+) -> list[int]:  # fmt: skip
     """Samples first whose answer is the same in 16 bits, in which most servers compute."""
     tried, task = list(wanted[: 8 * EXAMPLES_PER_DOMAIN]), model.tasks[name]
     samples = [test[number] for number in tried]

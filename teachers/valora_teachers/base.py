@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import nan
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,7 +19,7 @@ OnBatch = Callable[[int, int], None]  # called with the numbers of answered and 
 # Called with the number of the epoch from 1, that of all, the mean loss, and further figures.
 OnEpoch = Callable[[int, int, float, Mapping[str, float]], None]
 Dtype = Literal["float32", "float16", "bfloat16", "float64"]
-Count = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]  # what is larger would never end
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BATCH = 32
@@ -99,12 +100,9 @@ class Teacher(ABC):
         return answers
 
     def train(
-        self,
-        samples: Sequence[Sample],
-        folder: Path,
-        on_epoch: OnEpoch | None = None,
+        self, samples: Sequence[Sample], folder: Path, on_epoch: OnEpoch | None = None,
         validation: Sequence[Sample] = (),
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Train on labelled samples, save the model as `folder` / `artefact`, and return a report.
 
         `folder` may hold a `CHECKPOINT`; `validation` is for a curve alone. A `TeacherError` says
@@ -155,9 +153,11 @@ class Teacher(ABC):
         return self.choice_answer(list(soft.values()))
 
     def choice_answer(self, soft: Sequence[float]) -> Answer:
-        """The answer by a score of each label; scores are scaled to probabilities."""
-        total = sum(soft)
-        shares = tuple(share / total for share in soft) if total > 0 else ()
+        """The answer by a score of each label, scaled to probabilities; none if all are 0."""
+        if not any(soft):
+            return Answer()
+        total = sum(soft) or nan
+        shares = tuple(share / total for share in soft)
         best = max(range(len(soft)), key=soft.__getitem__)
         return Answer.chosen(self.task, self.labels[best], shares)
 

@@ -12,6 +12,7 @@ from valora_data.errors import DataError
 from valora_data.hashing import code_hash
 from valora_data.schema import Answer, Box, Sample
 from valora_data.wording import plural
+from valora_teachers import base
 from valora_teachers.base import BATCH, Count, Teacher, TeacherError, TeacherOptions
 
 
@@ -53,14 +54,15 @@ class Function(Teacher):
         """The answer with the domain's labels, which it must not leave."""
         try:
             given = value if isinstance(value, Answer) else self._made(value)
-        except (DataError, TypeError, ValueError) as error:
+            boxes = self._boxes(given.boxes, sample)
+        except (DataError, LookupError, TypeError, ValueError) as error:
             raise TeacherError(
                 f"{self._name} says {value!r} of sample {sample.id}, which is no answer for task "
                 f"{self.task} ({error}): return what the task asks for"
             ) from error
         answer = replace(
             given,
-            boxes=tuple(replace(box, label=self._label(box.label)) for box in given.boxes),
+            boxes=boxes,
             label=None if given.label is None else self._label(given.label),
             answers=tuple(map(self._label, given.answers)),
         )
@@ -87,15 +89,23 @@ class Function(Teacher):
             return self.choice_answer(list(soft.values()))
         field = self.task.spec.answer
         if field == "boxes":
-            boxes: list[Box] = [value] if isinstance(value, Box) else list(value)
-            if not all(isinstance(box, Box) for box in boxes):
-                raise TypeError("expected boxes")
-            return Answer(tuple(sorted(boxes, key=lambda box: -box.confidence)))
-        texts = tuple(map(str, [value] if isinstance(value, str | int) else value))
+            return Answer((value,) if isinstance(value, Box) else tuple(value))
+        given = [value] if isinstance(value, str | int) else value
+        texts = tuple(text for text in map(str, given) if text.strip())
         if field in ("captions", "answers"):
             return Answer(captions=texts) if field == "captions" else Answer(answers=texts)
         (label,) = texts
         return Answer.chosen(self.task, self._label(label))
+
+    def _boxes(self, boxes: Sequence[Any], sample: Sample) -> tuple[Box, ...]:
+        for box in boxes:
+            if not isinstance(box, Box):
+                raise TypeError("expected boxes")
+            if not (box.x0 < box.x1 and box.y0 < box.y1 and 0 <= box.confidence <= 1):
+                raise ValueError("a box has x0 < x1, y0 < y1, and a confidence from 0 to 1")
+        labels, scores = (self._label(box.label) for box in boxes), [b.confidence for b in boxes]
+        edges = [box.xyxy for box in boxes]
+        return base.boxes_inside(edges, labels, scores, sample.image.size).boxes
 
     def _label(self, value: Any) -> str:
         return self.names.get(str(value), str(value))

@@ -59,12 +59,9 @@ class Small(Teacher):
         return [self.choose(row) for row in rows]
 
     def train(
-        self,
-        samples: Sequence[Sample],
-        folder: Path,
-        on_epoch: OnEpoch | None = None,
+        self, samples: Sequence[Sample], folder: Path, on_epoch: OnEpoch | None = None,
         validation: Sequence[Sample] = (),
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Train a network from scratch; where samples have soft labels, it learns those."""
         from valora_teachers.small_network import train
 

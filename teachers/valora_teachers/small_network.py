@@ -27,19 +27,13 @@ def probabilities(
     """The probability of each class for each sample."""
     with torch.inference_mode():
         logits = model(_pixels(samples, size, frames) / 127.5 - 1).logits
-        rows: list[list[float]] = logits.softmax(-1).tolist()
-    return rows
+        return list(logits.softmax(-1).tolist())
 
 
 def train(
-    samples: Sequence[Sample],
-    labels: Sequence[str],
-    settings: Any,
-    frames: int,
-    folder: Path,
-    on_epoch: OnEpoch | None,
-    validation: Sequence[Sample],
-) -> dict[str, Any]:
+    samples: Sequence[Sample], labels: Sequence[str], settings: Any, frames: int, folder: Path,
+    on_epoch: OnEpoch | None, validation: Sequence[Sample],
+) -> dict[str, Any]:  # fmt: skip
     """Train a classifier and save it in a folder; what fills no batch comes another time."""
     started = time.perf_counter()
     targets, pixels = _targets(samples, labels), _pixels(samples, settings.size, frames)

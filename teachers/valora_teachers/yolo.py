@@ -91,12 +91,9 @@ class Yolo(Teacher):
         return [read_boxes(result, self.label_of) for result in results]
 
     def train(
-        self,
-        samples: Sequence[Sample],
-        folder: Path,
-        on_epoch: OnEpoch | None = None,
+        self, samples: Sequence[Sample], folder: Path, on_epoch: OnEpoch | None = None,
         validation: Sequence[Sample] = (),
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         if not self.task.spec.detects:
             raise TeacherError(
                 f"a YOLO is trained here for detection only, not for {self.task}: choose teacher "

@@ -93,6 +93,7 @@ SAMPLES = [
     Sample(name, Image.new("RGB", (8, 6), "white"), Answer()) for name in ("cat1", "dog1", "cat2")
 ]
 HERE = __name__
+NAN = float("nan")
 SAID = []
 
 
@@ -133,12 +134,15 @@ def test_an_entry_point():
         (Task.VIDEO, LABELS, Answer(label="cat"), Answer(label="cat")),
         (Task.COUNTING, ("0", "1", "2"), 2, Answer(count=2)),
         (Task.VQA, (), "blue", Answer(answers=("blue",))),
-        (Task.CLASSIFICATION, LABELS, {"cat": 0.0}, Answer(label="cat")),
+        (Task.CLASSIFICATION, LABELS, {"cat": 0.0}, Answer()),  # which must not be a sure cat
         (Task.CAPTION, (), ["a cat", "one cat"], Answer(captions=("a cat", "one cat"))),
         (Task.GROUNDING, (), Box(0, 0, 2, 2, "it", 0.5), Answer((Box(0, 0, 2, 2, "it", 0.5),))),
         (Task.DETECTION, LABELS, [Box(0, 0, 2, 2, "tom", 0.5), Box(1, 1, 3, 3, "dog", 0.75)],
          Answer((Box(1, 1, 3, 3, "dog", 0.75), Box(0, 0, 2, 2, "cat", 0.5)))),
         (Task.DETECTION, LABELS, None, Answer()),
+        (Task.DETECTION, LABELS, [Box(-1, 2, 99, 4, "cat"), Box(9, 7, 10, 8, "cat")],
+         Answer((Box(0, 2, 8, 4, "cat"),))),
+        (Task.CAPTION, (), ["", " ", "a cat"], Answer(captions=("a cat",))),
     ],
 )  # fmt: skip
 def test_what_a_function_may_say(task, labels, said, answer):
@@ -154,6 +158,11 @@ def test_what_a_function_may_say(task, labels, said, answer):
         (Task.COUNTING, ("0", "1"), "many", "is no answer for task counting"),
         (Task.DETECTION, LABELS, [Box(0, 0, 1, 1, "fox")], r"'fox', which .* \(sample cat1\)"),
         (Task.DETECTION, LABELS, ["cat"], "expected boxes"),
+        (Task.DETECTION, LABELS, Box(5, 2, 3, 4, "cat"), "a box has x0 < x1, y0 < y1"),
+        (Task.DETECTION, LABELS, Box(1, 2, NAN, 4, "cat"), "a box has x0 < x1, y0 < y1"),
+        (Task.DETECTION, LABELS, Box(1, 2, 3, 4, "cat", NAN), "a confidence from 0 to 1"),
+        (Task.CLASSIFICATION, LABELS, {"cat": NAN, "dog": 0.2}, "must add up to 1, got a sum of n"),
+        (Task.CAPTION, (), {"cat": 1.0}, "no answer for task caption"),
     ],
 )
 def test_what_it_may_not_say(task, labels, said, message):

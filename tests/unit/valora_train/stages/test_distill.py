@@ -183,7 +183,7 @@ def jitter(samples):
         rng = random.Random(sample.id)
         boxes = []
         for box in sample.answer.boxes:
-            x0, y0 = box.x0 + rng.uniform(-2, 2), box.y0 + rng.uniform(-2, 2)
+            x0, y0 = (max(0.0, edge + rng.uniform(-2, 2)) for edge in box.xyxy[:2])
             boxes.append(Box(x0, y0, box.x1, box.y1, box.label, rng.uniform(0.02, 1)))
         for _ in range(2):
             x0, y0 = rng.uniform(0, 30), rng.uniform(0, 30)

@@ -21,7 +21,7 @@ from valora_data.contract.files import expanded
 from valora_data.cpu import ahead
 from valora_data.errors import ValoraError
 from valora_data.faults import FaultError, load_image
-from valora_data.hashing import place_hash
+from valora_data.hashing import file_facts, place_hash
 from valora_data.schema import Answer, Sample, Task
 from valora_data.sources.formats.files import images_below, read_lines, readable
 from valora_teachers.base import TeacherError
@@ -80,7 +80,7 @@ def _label(options: argparse.Namespace) -> None:
     asked = options.domain, labels, pairs, options.task, kind, options.min_score
     by = hashlib.sha256(f"{place_hash(options.model)} {asked}".encode()).hexdigest()[:16]
     files = {readable(path.relative_to(root).as_posix()): path for path in paths}
-    versions = {name: [(at := path.stat()).st_size, at.st_mtime_ns] for name, path in files.items()}
+    versions = {name: file_facts(path) for name, path in files.items()}
     whole, journal = (out.parent / f".{out.name}.{part}" for part in ("partial", by))
     rows = {
         row["file"]: row

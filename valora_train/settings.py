@@ -41,8 +41,8 @@ def _distinct(values: list[str]) -> list[str]:
 
 
 Split = Literal["train", "unlabelled", "val", "test"]
-Count = Annotated[int, Field(gt=0)]
-Whole = Annotated[int, Field(ge=0)]
+Whole = Annotated[int, Field(ge=0, le=1_000_000_000)]  # what is larger would never end
+Count = Annotated[Whole, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]
@@ -68,7 +68,7 @@ class SourceSettings(Section):
     path: str | None = None  # of the file or folder, or name of the data set on the hub
     images: str | None = None  # folder of the images, for formats whose files name them
     columns: dict[str, str] = field(default_factory=dict)  # by field, if named otherwise
-    frames: Count = 8  # taken of each video
+    frames: Annotated[int, Field(gt=0, le=10_000)] = 8  # taken of each video
     counts: dict[Split, Whole] = field(default_factory=dict)  # of images, for `scenes`
     fractions: dict[Split, Share] = field(default_factory=dict)  # of what is not split yet
     seed: Seed = 0  # for drawing and splitting
@@ -320,7 +320,8 @@ class TrainSettings(Section):
     flip: bool = True  # train on mirrored images, too, in domains that allow it
     probe_steps: Count = 300  # of a head on the frozen base model (head-only accuracy)
     probe_samples: Count = 2000  # at most, evenly taken, for such a head
-    threads: Whole = 2  # CPU cores, each for a part of a batch; results depend on it; 0 for all
+    # CPU cores, each for a part of a batch; results depend on it; 0 for all.
+    threads: Annotated[int, Field(ge=0, le=1024)] = 2
     seed: Seed = 0  # of weights, batches and a random order
     checkpoint_seconds: Weight = 30.0  # between checkpoints within an attempt; 0: at every step
     validations: Whole = 4  # looks at the validation split within an attempt, for MLflow

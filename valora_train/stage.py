@@ -117,7 +117,9 @@ class Stage:
                 if not (done / RECORD).is_file():
                     raise
                 shutil.rmtree(partial, ignore_errors=True)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError) and error.filename is None:  # such as that of a full disk
+                error.filename = str(partial)
             if not self.resumable:
                 shutil.rmtree(partial, ignore_errors=True)
             raise

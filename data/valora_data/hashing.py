@@ -36,7 +36,7 @@ def hash_files(paths: Iterable[Path], root: Path, cache: Path | None = None) -> 
     """
     known, now = _load(cache), time.time_ns()
     files = {os.path.abspath(path): path for path in paths}  # noqa: PTH100
-    facts = {name: _facts(files[name]) for name in sorted(files)}
+    facts = {name: file_facts(files[name]) for name in sorted(files)}
     unread = [n for n, fact in facts.items() if fact and known.get(n, (None,))[0] != fact]
     with ThreadPoolExecutor() as pool:
         read = dict(zip(unread, pool.map(file_hash, map(files.__getitem__, unread)), strict=True))
@@ -64,11 +64,13 @@ def hash_path(path: Path, cache: Path | None = None) -> str:
     return hash_files(files_below(path) if path.is_dir() else [path], path, cache)
 
 
-def _facts(path: Path) -> list[int] | None:
+def file_facts(path: Path) -> list[int] | None:
     """Size, times and number of a file; None if it is missing."""
     try:
         found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
+    except PermissionError:
+        raise
+    except (OSError, ValueError):  # nothing is there, or no file can have the name
         return None
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 

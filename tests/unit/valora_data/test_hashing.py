@@ -47,6 +47,12 @@ def test_content_and_names_decide(folder, tmp_path):
     assert hashed(tmp_path / "moved") == first
 
 
+def test_names_that_no_file_can_have_are_missing(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    names = ("gone", "a\0", "a" * 5000, "loop")
+    assert len({hash_files([tmp_path / name], tmp_path / name) for name in names}) == 1
+
+
 def test_unchanged_files_are_not_read(folder, monkeypatch):
     monkeypatch.setattr("valora_data.hashing.SETTLED", 0)
     time.sleep(0.05)

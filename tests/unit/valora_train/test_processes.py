@@ -11,6 +11,7 @@ import pytest
 from tests.support.data_sets import picture
 from valora_data import cpu
 from valora_data.schema import Answer, Box
+from valora_data.sources.formats.files import images_below
 from valora_serve.predict.beside import compare, found_in
 from valora_serve.predict.run import Prediction
 from valora_teachers.base import Teacher
@@ -93,14 +94,20 @@ def test_a_folder_and_what_is_wrong(tmp_path, monkeypatch, capsys):
         teacher.load(f"{kind} {weights}")
         return teacher
 
+    def listed(folder):  # one of which is removed at once
+        return [*images_below(folder), folder / "gone.png"]
+
     monkeypatch.setattr(label, "load_teacher", made)
+    monkeypatch.setattr(label, "images_below", listed)
     monkeypatch.chdir(tmp_path)
     for number in range(3):
         picture(tmp_path / "in" / f"{number}.png", number, (40 + number, 20))
     (tmp_path / "in" / "broken.png").write_bytes(b"none")
     asked = ["best.pt", "in", "--labels", "car", "--domain", "d"]
     assert label.main([*asked, "--names", "auto=car"]) == 0
-    assert "left out: broken.png cannot be decoded" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "left out: broken.png cannot be decoded" in said
+    assert "left out: gone.png cannot be read (No such file" in said
     rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
     assert {row["file"]: row["width"] for row in rows} == {"0.png": 40, "1.png": 41, "2.png": 42}
     found = {"label": "car", "confidence": 0.75, "box": [0, 0, 5, 4]}

@@ -60,22 +60,23 @@ def refused(plain, place, value):
     return said
 
 
-def numbers(section, prefix):
+def numbers(section, prefix, kinds="int|float"):
     """Places of all settings that are numbers."""
     for name, kind in get_type_hints(section, include_extras=True).items():
         if is_dataclass(kind):
-            yield from numbers(kind, f"{prefix}{name}.")
-        elif re.search(r"\b(int|float)\b", str(kind)) and not str(kind).startswith("dict"):
+            yield from numbers(kind, f"{prefix}{name}.", kinds)
+        elif re.search(rf"\b({kinds})\b", str(kind)) and not str(kind).startswith("dict"):
             yield f"{prefix}{name}"
 
 
 NUMBERS = [*numbers(settings.Settings, ""), *numbers(settings.DomainSettings, "domains.person.")]
+WHOLE = [*numbers(settings.Settings, "", "int")]
 
 
 def test_numbers(plain):
     assert len(NUMBERS) > 40
     for place in NUMBERS:
-        for value in [-1, float("nan"), "many", True, [1]]:
+        for value in [-1, float("nan"), "many", True, [1], *[10**18] * (place in WHOLE)]:
             assert place.rpartition(".")[2] in refused(plain, place, value), (place, value)
 
 

@@ -47,8 +47,7 @@ class Checkpoint:
         if found["training"] != training:
             return None
         self.spent = float(found["seconds"])
-        state: dict[str, Any] = found["state"]
-        return state
+        return dict(found["state"])
 
     def save(self, training: str, state: Callable[[], dict[str, Any]]) -> bool:
         """Write tensors, numbers, strings and their containers, if it is time; whether it was."""

@@ -134,13 +134,10 @@ class ImageReader:
     def finish(self) -> None:
         """Warn of what was skipped, and of what may have lost labels."""
         if skipped := [fault for fault in self.found if fault.kind.skips]:
-            text = (
-                f"{len(self.faulty)} of {plural(self.total, 'image')} skipped in whole or in part"
-            )
+            some = f"{len(self.faulty)} of {plural(self.total, 'image')}"
             texts = "; ".join(described(skipped, 1, "such as "))
-            log.warning(
-                "%s: %s: %s; `valora-data check` lists all faults", self.source, text, texts
-            )
+            text = "%s: %s skipped in whole or in part: %s; `valora-data check` lists all faults"
+            log.warning(text, self.source, some, texts)
         self.warn_of_lost()
 
     def warn_of_lost(self) -> None:

@@ -116,8 +116,8 @@ class Answer:
         if self.soft and (min(self.soft) < 0 or not isclose(sum(self.soft), 1.0, abs_tol=1e-3)):
             text = f"got a sum of {sum(self.soft):g} and a least one of {min(self.soft):g}"
             raise DataError(f"soft labels must add up to 1, {text}: apply a softmax")
-        if self.count is not None and self.count < 0:
-            raise DataError(f"a count must not be negative, got {self.count}: fix the data set")
+        if self.count is not None and not 0 <= self.count < 2**31:  # what shards hold
+            raise DataError(f"a count must lie in [0, 2³¹), got {self.count}: fix the data set")
 
     @classmethod
     def chosen(cls, task: Task, choice: str, soft: tuple[float, ...] = ()) -> Answer:

@@ -362,13 +362,9 @@ class BaseModel:
         return str(self.tokenizer.decode(tokens[:end], skip_special_tokens=True).strip())
 
     def process(
-        self,
-        text: str,
-        images: Sequence[Image] = (),
-        videos: Sequence[Sequence[Image]] = (),
-        *,
+        self, text: str, images: Sequence[Image] = (), videos: Sequence[Sequence[Image]] = (), *,
         special: bool | None = None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The processor's output for a prompt with a placeholder for each image and video.
 
         Videos are all their frames; a `ValueError` says that images do not fit it, or each other.

@@ -87,7 +87,7 @@ def test_answers_that_cannot_be():
     for answer, message in (
         ({"soft": (0.5, 1.0)}, r"add up to 1, got a sum of 1\.5"),
         ({"soft": (-0.5, 1.5)}, r"least one of -0\.5: apply a softmax"),
-        ({"count": -1}, "a count must not be negative, got -1"),
+        ({"count": -1}, r"a count must lie in \[0, 2³¹\), got -1"),
     ):
         with pytest.raises(DataError, match=message):
             Answer(**answer)

@@ -211,10 +211,8 @@ class LabelStudioFormat(AnnotatedFormat):
                 key = path.relative_to(folder) if path.is_relative_to(folder) else path
                 if not source.task.spec.detects:
                     values = [one["value"] for one in results]
-                    chosen = [value["choices"] for value in values if "choices" in value]
-                    if len(chosen) != 1 or len(chosen[0]) != 1:
-                        raise ValueError(f"expected one choice, got {chosen}")
-                    yield Record((path,), key.as_posix(), answer=Answer(label=str(chosen[0][0])))
+                    chosen = [label for value in values for label in value.get("choices", ())]
+                    yield Record((path,), key.as_posix(), answer=Answer(label=_only(chosen)))
                     continue
                 found = [one for one in results if str(one.get("type", "")).endswith("labels")]
                 sizes = [(one.get("original_width"), one.get("original_height")) for one in found]
@@ -255,9 +253,16 @@ def _image_path(entry: Result, columns: Mapping[str, str]) -> str:
     raise KeyError("image (source.columns.image names another key)")
 
 
+def _only(labels: Any) -> str:
+    """The one label of a list."""
+    if not isinstance(labels, list) or len(labels) != 1 or not isinstance(labels[0], str | int):
+        raise ValueError(f"expected one label, got {labels}")
+    return str(labels[0])
+
+
 def _studio_shape(result: Result) -> Shape:
     value = result["value"]
-    label = (value.get(str(result["type"])) or value.get("labels") or [None])[0]
+    label = _only(value.get(str(result["type"])) or value.get("labels"))
     if result.get("image_rotation") or value.get("rotation"):
         raise ValueError("the image or the box is turned, draw it upright")
     if "points" in value:

@@ -132,7 +132,7 @@ def _entries(
                 value = entry[key]
                 if key.endswith("id"):  # ids in any form are alike
                     entry[key] = files.whole(value)
-                if key.endswith(("id", "file_name")) and not isinstance(entry[key], int | str):
+                if key.endswith(("id", "name")) and not isinstance(entry[key], int | str):
                     raise TypeError(f"has the {key} {value!r}, which is no number or text")
             yield where, entry
 
@@ -142,7 +142,7 @@ def _captions(
 ) -> Iterator[str]:
     for where, entry in entries:
         with reading.tolerate(item, where):
-            if not (text := str(entry["caption"]).strip()):
+            if not (text := str(entry["caption"] or "").strip()):
                 raise FaultError(FaultKind.ROW_INCOMPLETE, "the caption is empty")
             yield text
 

@@ -12,7 +12,7 @@ from valora_data.schema import Answer, Task
 from valora_data.sources.base import ANSWERS, Location, Source
 from valora_data.sources.formats import annotated, files
 from valora_data.sources.formats.annotated import AnnotatedFormat, Record
-from valora_data.sources.formats.rows import read_count
+from valora_data.sources.formats.rows import as_text, read_count
 from valora_data.wording import plural
 
 log = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ def _pairs(entry: dict[str, Any]) -> list[tuple[str, str]]:
     for turn in entry.get("conversations") or entry.get("messages") or ():
         who, text = turn.get("from", turn.get("role")), turn.get("value", turn.get("content", ""))
         if isinstance(text, list):
-            text = " ".join(str(part.get("text", "")) for part in text)
-        said.append((ROLES.get(who, str(who)), str(text)))
+            text = " ".join(str(part.get("text") or "") for part in text)
+        said.append((ROLES.get(who, str(who)), "" if text is None else as_text(text)))
     said = said[1:] if said and said[0][0] == "system" else said
     people = [who for who, _ in said]
     if not said or people != ["human", "gpt"] * (len(said) // 2):

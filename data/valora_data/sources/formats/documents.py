@@ -255,11 +255,7 @@ class LinkedRecordsFormat(RecordsFormat):
 
 
 def _splits_of(document: Document, asked: Sequence[Asked], source: Source) -> Splits:
-    """Splits of given questions, of written ones or of self-study, and a note on which measure.
-
-    Those without a split go to val and test; of written ones half are learnt, or all beside given
-    ones.
-    """
+    """Splits of questions: given ones and half of written ones measure, others are studied."""
     rng = seeded(f"{source.seed}/{source.name}")
     study, cloze = continuations(document.text), gaps(document.text, rng)
     given = [one for one in asked if one.split or not one.by]

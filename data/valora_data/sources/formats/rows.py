@@ -83,7 +83,7 @@ class RowReader:
                 return [{"answer": Answer(captions=self._texts(row, "captions"))}]
         question = self._get(row, "question", optional=True)
         answers = self._texts(row, "answers")
-        prompt = None if question is None else str(question)
+        prompt = None if question is None else (as_text(question) or None)
         return [{"answer": Answer(answers=answers), "prompt": prompt}]
 
     def _label(self, value: Any) -> str:
@@ -133,7 +133,7 @@ class RowReader:
         value = self._get(row, name)
         entries = value if isinstance(value, list | tuple) else [value]
         found = [_first(one, TEXTS) if isinstance(one, dict) else one for one in entries]
-        texts = [str(text).strip() for text in found if text is not None]
+        texts = [as_text(text).strip() for text in found if text is not None]
         if not any(texts):
             raise FaultError(FaultKind.ROW_INCOMPLETE, f"the {name.removesuffix('s')} is empty")
         return tuple(filter(None, texts))
@@ -144,6 +144,13 @@ def names_of(name: str, columns: Mapping[str, str]) -> Sequence[str]:
     return [columns[name]] if name in columns else NAMES[name]
 
 
+def as_text(value: Any) -> str:
+    """A text, or a number as one; a `TypeError` for what is neither."""
+    if not isinstance(value, str | int | float) or repr(value) == "nan":  # as pandas writes none
+        raise TypeError(f"{value!r} is no text")
+    return str(value)
+
+
 def _first(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
     return next((row[key] for key in keys if row.get(key) is not None), None)
 
@@ -151,7 +158,7 @@ def _first(row: Mapping[str, Any], keys: Sequence[str]) -> Any:
 def read_count(value: Any) -> int:
     """A count, or a `FaultError`."""
     text = str(files.whole(value)).strip()
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > 9:  # what shards hold
         raise FaultError(FaultKind.LABEL_MALFORMED, f"count {value!r} is no whole number")
     return int(text)
 

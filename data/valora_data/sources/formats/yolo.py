@@ -97,10 +97,13 @@ class YoloSet:
         except (AttributeError, TypeError, ValueError) as error:
             text = f"{self.name} has no 'names': list the class names in the order of their ids"
             raise DataError(text) from error
-        if any(isinstance(name, bool) for name in found.values()):
-            text = f"{self.name}: YAML reads the names yes, no, on and off as true and false"
-            raise DataError(f"{text}: write them in quotes")
-        return {key: str(name) for key, name in found.items()}
+        names = {key: str(name) for key, name in found.items()}
+        for name in found.values():
+            if isinstance(name, bool | None) or [*names.values()].count(str(name)) > 1:
+                text = f"{self.name}: {name} names several classes, or is what YAML reads yes, no,"
+                text += " on, off or null as: give each class a name of its own, those in quotes"
+                raise DataError(text)
+        return names
 
     @cached_property
     def root(self) -> Path:

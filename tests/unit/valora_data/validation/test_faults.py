@@ -179,7 +179,7 @@ COCO = [  # what is done to the content, and entry n of its tables; and what is 
 ]  # fmt: skip
 
 
-CATEGORIES = [{"id": 1, "name": "cat", "supercategory": {"a": 1}}]
+CATEGORIES = [{"id": 1, "name": "cat", "supercategory": {"a": 1}}, {"id": 9, "name": None}]
 
 
 def test_all_faults_of_a_coco_set_are_found_at_once(tmp_path, capsys):
@@ -200,6 +200,7 @@ def test_all_faults_of_a_coco_set_are_found_at_once(tmp_path, capsys):
     for number, (_, message) in enumerate(COCO):
         assert message.format(n=number) in faults, message
     assert "image_unlisted\t200.png is not listed" in faults
+    assert "entry 1 of 'categories' has the name None, which is no number or text" in faults
     assert f"{len(COCO)}.png has no label" in faults and "nothing is wrong" not in said
 
 
@@ -277,6 +278,10 @@ EXPORTS = [
      "1 entry is not labelled yet"),
     ("labelstudio", replaced("export.json", '"width": 25.0', '"width": null'),
      "None, 50.0] is not four numbers"),
+    ("labelstudio", replaced("export.json", '"rectanglelabels": ["cat"]', '"labels": "cat"'),
+     "expected one label, got cat"),
+    ("labelstudio", replaced("export.json", '"rectanglelabels": ["cat"]', '"labels": ["cat", "b"]'),
+     "expected one label, got ['cat', 'b']"),
     ("labelstudio", replaced("export.json", '"width": 25.0', '"width": 0'), "has no area"),
 ]  # fmt: skip
 

@@ -105,7 +105,7 @@ def test_shapes_and_choices_of_label_studio(tmp_path):
         write_json(path, [task | {"annotations": [{"result": chosen}]}])
         assert FORMATS["labelstudio"]().guess_task(str(path)) is Task.CLASSIFICATION
         source = source_of("labelstudio", path, Task.CLASSIFICATION)
-        with pytest.raises(DataError, match="expected one choice") if count > 1 else nullcontext():
+        with pytest.raises(DataError, match="expected one label") if count > 1 else nullcontext():
             assert [one.answer.label for _, one in read(source).values()] == ["cat"]
     path = write_json(tmp_path / "export.json", [{"image": "c.jpg", "id": 1, "annotation_id": 1}])
     with pytest.raises(DataError, match="is an export as JSON-MIN: export it as JSON"):

@@ -288,6 +288,8 @@ USELESS = {
     "is by nobody": (Task.VQA, talk()),
     "has 1 image and 2 <image>": (Task.VQA, talk("<image><image>?", "b")),
     "question 0: the answer is empty": (Task.VQA, talk("<image>?", "")),
+    "conversation x, question 0: the answer is empty": (Task.VQA, talk("<image>?", None)),
+    "{'a': 1} is no text": (Task.VQA, talk("<image>?", {"a": 1})),
     "has objects beside its messages": (Task.VQA, talk("<image>?", "b", objects={})),
     "no conversation has an image": (Task.GROUNDING, talk("?", "[0, 0, 1, 1]", image=None)),
     "has neither an image nor a question": (Task.VQA, talk("", "b", image=None)),

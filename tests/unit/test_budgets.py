@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
-    "valora_train": 10_776,
-    "data/valora_data": 9_354,
-    "teachers/valora_teachers": 1_613,
+    "valora_train": 10_775,
+    "data/valora_data": 9_359,
+    "teachers/valora_teachers": 1_611,
     "kernels/valora_kernels": 3_762,
     "valora_serve": 25_010,
-    "tests/*/valora_train": 7_122,
-    "tests/*/valora_data": 3_584,
-    "tests/*/valora_teachers": 1_144,
+    "tests/*/valora_train": 7_156,
+    "tests/*/valora_data": 3_602,
+    "tests/*/valora_teachers": 1_153,
     "tests/*/valora_kernels": 1_935,
     "tests/*/valora_serve": 22_762,
     "tests/unit/bench": 1_581,

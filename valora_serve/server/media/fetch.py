@@ -6,6 +6,7 @@ that is connected to, so that no name can be pointed elsewhere in between; so is
 
 import asyncio
 import base64
+import contextlib
 import ipaddress
 import re
 import socket
@@ -227,12 +228,10 @@ def _from_folder(folder: Path | None, url: str, max_bytes: int, what: str) -> by
 
 
 def _named_host(name: str) -> str:
-    try:
-        return _host(httpx.URL(scheme="http", host=name))
-    except httpx.InvalidURL as error:
-        raise ImageError(
-            f"media_hosts names {name!r}, which is no host: leave out all else"
-        ) from error
+    with contextlib.suppress(httpx.InvalidURL):
+        if re.fullmatch(r"[\w.:-]+", host := _host(httpx.URL(scheme="http", host=name))):
+            return host
+    raise ImageError(f"media_hosts names {name!r}, which is no host: write, e.g., example.org")
 
 
 def _host(url: httpx.URL) -> str:

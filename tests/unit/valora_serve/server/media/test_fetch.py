@@ -149,7 +149,7 @@ def test_hosts_are_named_in_either_form(monkeypatch):
         with pytest.raises(ImageError, match="cannot be fetched"):
             read(f"http://{url}", media_hosts=names)
     assert asked == ["xn--bcher-kva.example", "xn--bcher-kva.example.", "xn--mnchen-3ya.example"]
-    for name in ("images.example:80", "http://images.example"):
+    for name in ("images.example:80", "http://images.example", "*.example", "*", "a b", ""):
         with pytest.raises(ImageError, match="media_hosts"):
             read("data:,", media_hosts=(name,))
 

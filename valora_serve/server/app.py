@@ -123,8 +123,9 @@ def create_app(
     app.add_middleware(Middleware, settings=settings, metrics=metrics)
     if settings.allowed_origins:
         app.add_middleware(
-            CORSMiddleware, allow_origins=settings.allowed_origins, allow_methods=["*"],
-            allow_headers=["*"], expose_headers=["X-Request-Id", "Retry-After"],
+            CORSMiddleware, allow_methods=["*"], allow_headers=["*"],
+            allow_origins=[one.lower().rstrip("/") for one in settings.allowed_origins],
+            expose_headers=["X-Request-Id", "Retry-After"],
         )  # fmt: skip
     if settings.trusted_proxies:
         app.add_middleware(_Proxies, trusted_hosts=list(settings.trusted_proxies))

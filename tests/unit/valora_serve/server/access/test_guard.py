@@ -204,7 +204,7 @@ def test_pages_of_other_sites_are_refused_unless_there_are_keys_or_they_are_allo
     with serving(api_key=key) as server:
         sent = foreign | {"authorization": f"Bearer {key}", "host": "evil.example"}
         assert server.client.post(CHAT, json=chat(), headers=sent).status_code == 200
-    with serving(allowed_origins=("https://evil.example",)) as server:
+    with serving(allowed_origins=("https://Evil.example/",)) as server:
         answer = server.client.post(CHAT, json=chat(), headers=foreign)
         assert answer.status_code == 200
         assert answer.headers["access-control-allow-origin"] == "https://evil.example"

@@ -101,13 +101,15 @@ def handle_errors(app: FastAPI, metrics: Metrics) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         metrics.failed(f"http_{error.status_code}")
-        said = str(error.detail)
-        if error.status_code == 404:
+        status, said = error.status_code, str(error.detail)
+        if status == 404 and f"{request.url.path}/".startswith("/v2/"):  # for one release
+            status, said = 410, "/v2 is no longer served: send images to /v1/vision/{domain}"
+        elif status == 404:
             said = "There is nothing at this path: /docs lists the paths of this server"
-        elif error.status_code == 405:
+        elif status == 405:
             said = f"This path takes no {request.method[:20]}: /docs lists the methods of each path"
         body = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
-        return _answer(body, error.status_code, error.headers)
+        return _answer(body, status, error.headers)
 
     app.add_exception_handler(ValoraError, ours)
     app.add_exception_handler(RequestValidationError, of_fastapi)

@@ -57,7 +57,11 @@ def test_a_hostile_body_costs_little(name):
 def test_bodies_paths_and_forms_are_refused_alike(plain):
     for body, said in (([], "The body: "), ({}, "messages: ")):
         refused(plain.client.post(CHAT, json=body), 400, said)
-    refused(plain.client.get("/v2/models"), 404, "/docs lists the paths")
+    for path, code, said in (
+        ("/v2", 410, "/v1/vision/{domain}"), ("/v2/models/x/infer", 410, "/v1/vision/{domain}"),
+        ("/v2x", 404, "/docs lists the paths"),
+    ):  # fmt: skip
+        refused(plain.client.post(path, content=b"{"), code, said)
     answer = plain.client.get("/v1/examples/person/many/0")
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "number"

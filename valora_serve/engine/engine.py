@@ -363,6 +363,7 @@ class Engine:
                 self._fail(late, errors.DeadlineError(said))
             decision = self._decide(now)
             flight = self._launch(decision) if decision is not None else None
+            self._make_room()
             if self._flight is not None:
                 self._collect(self._flight)
                 self._idle = False
@@ -387,8 +388,6 @@ class Engine:
         view = self._view(now)
         if view is None:
             self._idle = True
-            if self.requests.waiting and not self.prefixes.loading:
-                self.merge_state.unmerge()  # a prefix may need its pages
             return None
         decision = self.policy.decide(view)
         if self._trace is not None:
@@ -403,9 +402,14 @@ class Engine:
         if not switched and merged is not None and merged in self.adapters.quarantined:
             self._fail_users(merged, self.registry.quarantined(merged))
         self._idle = not decision.batch
-        if self._idle and not view.running and not self.adapters.loading:
-            self.merge_state.unmerge()  # so that others have room
         return decision
+
+    def _make_room(self) -> None:
+        """Unmerge where only the merged adapter can hold the pages that all requests wait for."""
+        requests = self.requests
+        loading = self.adapters.loading or self.prefixes.loading
+        if self._idle and requests.waiting and not (requests.running or loading):
+            self.merge_state.unmerge()
 
     def _view(self, now: float) -> View | None:
         """Return what the policy sees of the engine; None if no request can be computed."""

@@ -212,7 +212,7 @@ def _cases(
 
 
 def _limited(workload: traces.Workload, options: argparse.Namespace) -> traces.Workload:
-    unknown = sorted(options.share_of.keys() - set(workload.adapters))
+    unknown = sorted(options.share_of.keys() - {*workload.adapters, "base"})
     if unknown:
         few = ", ".join(workload.adapters[:3])
         raise SimulationError(f"--shares: the workload has no adapter {unknown[0]!r}, but {few} …")

@@ -8,7 +8,7 @@ predicts how long steps, switches and loads take. Steps that repeat the one befo
 from __future__ import annotations
 
 import math
-from bisect import insort
+from bisect import insort, insort_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -227,7 +227,7 @@ class Machine:
             adapter_pages=0 if adapter is None else self.adapter_pages[adapter],
             images=int(w.images[index]),
             latency_limit=None if math.isnan(limit) else limit,
-            client=adapter,
+            client=adapter or "base",  # as where shares are kept by adapter
         )
         self._enter(view)
         self.arrived.append(view.arrival)
@@ -262,7 +262,8 @@ class Machine:
         return (tokens + self.settings.page_tokens) // self.settings.page_tokens
 
     def _view(self) -> View:
-        s = self.settings
+        s, free = self.settings, self.pool.free + self.adapters.budget.idle_pages
+        most = min(s.max_adapters, s.slots)
         arrived, self.arrived = self.arrived, []
         return View(
             now=self.now,
@@ -272,13 +273,7 @@ class Machine:
             merged=self.merged,
             resident=self.adapters.resident,
             loading=self.adapters.loading,
-            limits=StepLimits(
-                s.max_requests,
-                s.max_tokens,
-                self.pool.free + self.adapters.budget.idle_pages,
-                min(s.max_adapters, s.slots),
-                s.chunk,
-            ),
+            limits=StepLimits(s.max_requests, s.max_tokens, free, most, s.chunk),
             arrived=arrived,
         )
 
@@ -325,11 +320,12 @@ class Machine:
     def _preempt(self, view: SimulatedRequest) -> None:
         self._release(view)
         self.preempted += 1
-        view.prompt_left += view.kv_tokens  # is recomputed
+        # All is recomputed, with the newest token of an answer, whose key is not there yet.
+        view.prompt_left += view.kv_tokens + (not view.prompt_left)
         view.kv_tokens = view.held = 0
         view.running = False
         view.pages = self._pages(view.prompt_left)
-        insort(self.queue, view, key=attrgetter("arrival"))
+        insort_left(self.queue, view, key=attrgetter("arrival"))
 
     def _wait(self, decision: Decision) -> None:
         times = [end for end in self.adapters.ends.values() if end > self.now]

@@ -1,39 +1,42 @@
 """Shares under overload: kept within the bound of the Virtual Token Counter, and never wasted."""
 
 from collections import Counter
-from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.property.valora_serve.orchestrator.test_policies import (
     Machine,
+    World,
     explained,
     policy_of,
-    request,
 )
 from tests.support.random_tests import examples
 from valora_serve.errors import SettingsError
 from valora_serve.orchestrator.admission import ANSWER_WEIGHT, PROMPT_WEIGHT, FairShares
-from valora_serve.orchestrator.decision import PolicySettings, RequestView, StepLimits, window
+from valora_serve.orchestrator.decision import PolicySettings, RequestView, window
 
 KEEPS = ["cost", "valora", "unmerge_only", "slora", "by_name"]
 """Policies that leave no waiting request out."""
-ROOMY = StepLimits(4, 64, 10_000, 8, 64)
 
 
-def machine_of(name, requests, limits=ROOMY, **settings):
-    return Machine(policy_of(name, **settings), requests, limits)
+def machine_of(name, asked, **settings):
+    """Have clients ask at once: (client, adapter, prompt tokens, tokens to generate) each."""
+    clients, *rows = zip(*asked, strict=True)
+    requests = [(adapter, 0.0, *sizes, None) for adapter, *sizes in zip(*rows, strict=True)]
+    world = World(requests, (4, 64, 10_000, 8, 64), 1, clients=clients)
+    return Machine(policy_of(name, **settings), world, 20_000)
 
 
-def served(requests, totals):
+def served(machine, asked):
     """Tokens that each client was served, weighted, from what is left of its requests."""
     found = Counter()
-    for one, (prompt, output) in zip(requests, totals, strict=True):
+    for one, (client, _, prompt, output) in zip(machine.requests, asked, strict=True):
         done = prompt - one.prompt_left
         answer = output - one.output_left if done == prompt else 0
-        found[one.client] += PROMPT_WEIGHT * done + ANSWER_WEIGHT * answer
+        found[client] += PROMPT_WEIGHT * done + ANSWER_WEIGHT * answer
     return found
 
 
@@ -51,25 +54,24 @@ def backlogs(draw):
 @given(backlog=backlogs(), same=st.booleans())
 def test_shares_are_kept_while_all_have_work(name, backlog, same):
     shares, kinds = backlog
-    requests, totals = [], []
-    for _ in range(40):
-        for place, (client, (prompt, output)) in enumerate(kinds.items()):
-            adapter = "a0" if same else f"a{place}"
-            requests.append(request(len(requests), adapter, 0.0, prompt, output, client=client))
-            totals.append((prompt, output))
-    machine = machine_of(name, requests, fair=True, shares=shares, patience=0.05)
+    asked = [(c, f"a{0 if same else n}", *own) for n, (c, own) in enumerate(kinds.items())] * 40
+    machine = machine_of(name, asked, fair=True, shares=shares, patience=0.05)
     most = max(prompt for prompt, _ in kinds.values()), max(o for _, o in kinds.values())
     # 2 max(w_p L_input, w_q M) of the paper, M being the tokens of a whole batch.
     bound = 2 * max(PROMPT_WEIGHT * most[0], ANSWER_WEIGHT * 4 * sum(most)) / min(shares.values())
+    levels, write = [], machine.trace.write
+
+    def watch(view, decision):
+        write(view, decision)
+        if set(kinds) <= {r.client for r in view.waiting}:
+            got = served(machine, asked)
+            levels.append([got[client] / shares[client] for client in kinds])
+            assert max(levels[-1]) - min(levels[-1]) <= bound
+
+    machine.trace.write = watch
     with explained(machine):
-        machine.step()
-        while set(kinds) <= {r.client for r in machine.waiting}:
-            machine.step()
-            got = served(requests, totals)
-            levels = [got[client] / shares[client] for client in kinds]
-            assert max(levels) - min(levels) <= bound
-        machine.run(most=20_000)
-        assert len(machine.ended) == len(requests)  # nobody starves
+        machine.run()
+        assert any(map(any, levels)) and not np.isnan(machine.end).any()  # nobody starves
 
 
 @pytest.mark.parametrize(
@@ -80,21 +82,20 @@ def test_shares_are_kept_while_all_have_work(name, backlog, same):
 def test_one_client_alone_gets_what_it_would_get_anyway(name, kinds):
     ends = []
     for share in (0.01, 5.0):
-        requests = [request(i, "a1", 0.0, p, o, client="only") for i, (p, o) in enumerate(kinds)]
-        machine = machine_of(name, requests, fair=True, shares={"only": share})
-        machine.run(most=5000)
-        ends.append((machine.ended, machine.steps))
+        asked = [("only", "a1", *sizes) for sizes in kinds]
+        machine = machine_of(name, asked, fair=True, shares={"only": share})
+        machine.run()
+        ends.append((machine.end.tolist(), machine.steps))
     assert ends[0] == ends[1]
 
 
 def test_what_others_leave_is_used():
     """A client with a small share has the machine for itself as soon as nobody else asks."""
-    requests = [request(i, "a0", 0.0, 4, 6, client="small") for i in range(30)]
-    requests += [request(30 + i, "a1", 0.0, 4, 6, client="large") for i in range(3)]
-    machine = machine_of("slora", requests, fair=True, shares={"large": 1000.0})
-    alone = machine_of("slora", [replace(r) for r in requests])
-    machine.run(most=5000)
-    alone.run(most=5000)
+    asked = [("small", "a0", 4, 6)] * 30 + [("large", "a1", 4, 6)] * 3
+    machine = machine_of("slora", asked, fair=True, shares={"large": 1000.0})
+    alone = machine_of("slora", asked)
+    machine.run()
+    alone.run()
     assert machine.steps <= alone.steps + 2
 
 

@@ -1,8 +1,4 @@
-"""Any policy, any queue: limits hold, modes fit their batches, and every request is answered.
-
-`Machine` is a second, plain implementation of what the engine does with a decision; it shares no
-code with the simulator.
-"""
+"""Any policy, any queue: limits hold, modes fit their batches, and every request is answered."""
 
 import math
 from collections import deque
@@ -11,15 +7,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from itertools import product
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, example, given, note
 from hypothesis import strategies as st
 
 from tests.support.random_tests import examples
+from valora_serve.memory.block_manager import Owner
 from valora_serve.orchestrator.base import BasePolicy
 from valora_serve.orchestrator.batching import BatchPlan
-from valora_serve.orchestrator.cost_model import H200_7B, step_shape
+from valora_serve.orchestrator.cost_model import H200_7B
 from valora_serve.orchestrator.decision import (
     DecisionTrace,
     PolicySettings,
@@ -29,69 +28,65 @@ from valora_serve.orchestrator.decision import (
 )
 from valora_serve.orchestrator.registry import POLICIES, make_policy
 from valora_serve.types import Mode
+from valora_serve.workloads import simulator
+from valora_serve.workloads.traces import BASE, Workload
 
 PAGE = 4  # tokens
 
 
-class Machine:
-    """Carries decisions out and asserts every rule on the way."""
+class Machine(simulator.Machine):
+    """Simulates a world, and asserts every rule of the decisions on the way."""
 
-    def __init__(self, policy, requests, limits, *, load_steps=1, switchable=None):
-        self.policy, self.limits, self.load_steps = policy, limits, load_steps
-        self.switchable = switchable
-        self.coming = sorted(requests, key=lambda r: r.arrival)
-        self.running, self.waiting = [], []
-        self.resident, self.loading = [], {}  # resident: least recently used first
-        self.mode, self.merged, self.now = Mode.UNMERGED, None, 0.0
-        self.ranks = {r.adapter: r.rank for r in requests if r.adapter}
-        self.adapter_pages = {r.adapter: r.adapter_pages for r in requests if r.adapter}
-        self.ended, self.aborted, self.steps = {}, {}, 0
-        self.arrived = []
+    def __init__(self, policy, world, most=math.inf):
+        self.world, self.most, self.decided = world, most, 0
+        self.requests, self.gone = [], []
         self.story = deque(maxlen=30)  # the trace of the last decisions
-
-    def pinned_adapters(self):
-        names = {r.adapter for r in self.running} | {self.merged} | set(self.loading)
-        return names - {None}
-
-    def pinned(self):
-        held = sum(r.held for r in self.running)
-        return held + sum(self.adapter_pages[a] for a in self.pinned_adapters())
-
-    def view(self):
-        limits = replace(self.limits, free_pages=self.limits.free_pages - self.pinned())
-        assert limits.free_pages >= 0
-        arrived, self.arrived = self.arrived, []
-        able = self.switchable
-        if any(is_pair(adapter) for adapter in self.ranks):
-            able = frozenset(self.resident if able is None else able)
-            able = frozenset(adapter for adapter in able if not is_pair(adapter))
-        return View(
-            self.now, tuple(self.running), tuple(self.waiting), self.mode, self.merged,
-            frozenset(self.resident), frozenset(self.loading), limits, able, arrived,
+        rows = sorted(world.requests, key=lambda row: row[1])
+        names = sorted({adapter for adapter, *_ in rows if adapter})
+        numbers = [names.index(row[0]) if row[0] else BASE for row in rows]
+        arrival, prompt, output, limit = (np.array(one) for one in [*zip(*rows, strict=True)][1:])
+        work = Workload(
+            tuple(names), tuple(size(name)[0] for name in names), arrival, np.array(numbers),
+            prompt, output, np.zeros_like(prompt), limit.astype(float),
         )  # fmt: skip
+        unknown, (runs, tokens, pages, adapters, chunk) = np.full(len(rows), np.nan), world.limits
+        shape = simulator.SimSettings(runs, tokens, chunk, adapters, pages, PAGE, 0, adapters + 1)
+        cost = replace(H200_7B, load_seconds=(0.005 * world.load_steps, 0.0))
+        trace = SimpleNamespace(write=self.check)
+        super().__init__(work, policy, cost, shape, unknown, unknown.copy(), trace)
+        for name in names:
+            self.adapter_pages[name] = self.adapters[name].page_count = size(name)[1]
 
-    def step(self):
-        while self.coming and self.coming[0].arrival <= self.now:
-            self.waiting.append(self.coming.pop(0))
-            self.arrived.append(self.waiting[-1].arrival)
-        for adapter in [a for a, left in self.loading.items() if left <= 0]:
-            del self.loading[adapter]
-            self.resident.append(adapter)
-        for adapter in self.loading:
-            self.loading[adapter] -= 1
-        view = self.view()
-        before = {r.id: r.prompt_left for r in (*self.running, *self.waiting)}
-        decision = self.policy.decide(view)
-        line = StringIO()
-        DecisionTrace(line).write(view, decision)
-        batch = ", ".join(f"{k} {n} of {before[k] or 1}" for k, n in decision.batch)
-        self.story.append(f"{line.getvalue().rstrip()}  [{batch}]")
-        self.check(view, decision)
-        self.apply(decision)
-        self.steps += 1
-        return decision
+    def submit(self, index):
+        super().submit(index)
+        view = self.views[str(index)]
+        view.pair, view.blocks = is_pair(view.adapter), self.world.blocks(view.prompt_left)
+        view.client = self.world.clients[index] if self.world.clients else view.client
+        self.requests.append(view)
+
+    def remove(self, key):
+        self.gone.append(int(key))
+        return super().remove(key)
+
+    def _view(self):
+        view, able = super()._view(), self.world.switchable
+        if any(map(is_pair, self.ranks)):
+            able = {a for a in (view.resident if able is None else able) if not is_pair(a)}
+        return replace(view, switchable=able)
+
+    def run(self):
+        for index, at in enumerate(self.arrivals):
+            self.advance(at)
+            self.submit(index)
+        self.advance(math.inf)
 
     def check(self, view, d):
+        self.decided += 1
+        DecisionTrace(line := StringIO()).write(view, d)
+        self.story.append(f"{line.getvalue().rstrip()}  {d.batch}")
+        assert self.decided <= self.most and view.limits.free_pages >= 0
+        assert len({*view.resident, *view.loading}) <= self.settings.slots
+        assert all(reason for _, reason in d.abort)
         known = {r.id: r for r in (*view.running, *view.waiting)}
         limits = view.limits
         ids = [key for key, _ in d.batch]
@@ -99,8 +94,7 @@ class Machine:
         assert not set(ids) & (set(d.preempt) | {key for key, _ in d.abort})
         assert all(known[key].running for key in d.preempt)
         rows = [(known[key], tokens) for key, tokens in d.batch]
-        preempted = set(d.preempt)
-        kept = [r for r in view.running if r.id not in preempted]
+        kept = [r for r in view.running if r.id not in d.preempt]
         admitted = [r for r, _ in rows if not r.running]
         # Requests and tokens.
         assert len(kept) + len(admitted) <= limits.max_requests
@@ -125,7 +119,7 @@ class Machine:
         assert len(set(d.prefetch)) == len(d.prefetch)
         # Pages: of rows, of adapters that now cannot be evicted, of adapters to be loaded.
         need = sum(r.pages for r, _ in rows)
-        fresh = (adapters | in_weights) - self.pinned_adapters()
+        fresh = (adapters | in_weights) - {r.adapter for r in view.running} - {view.merged}
         need += sum(self.adapter_pages[a] for a in {*fresh, *d.prefetch})
         assert need <= limits.free_pages + sum(known[key].held for key in d.preempt)
         # Modes.
@@ -140,76 +134,10 @@ class Machine:
             assert d.merged in view.resident
             assert view.switchable is None or d.merged in view.switchable
 
-    def apply(self, d):
-        for key, reason in d.abort:
-            assert reason
-            self.aborted[key] = reason
-            self.waiting = [r for r in self.waiting if r.id != key]
-            self.running = [r for r in self.running if r.id != key]
-            self.policy.finished(key)
-        for key in d.preempt:
-            request = next(r for r in self.running if r.id == key)
-            self.running.remove(request)
-            request.running, request.held = False, 0
-            request.prompt_left += request.kv_tokens
-            request.kv_tokens = 0
-            request.pages = -(-(request.prompt_left + 1) // PAGE)
-            self.waiting.append(request)
-            self.waiting.sort(key=lambda r: r.arrival)
-        rows = [(r, n) for key, n in d.batch for r in (*self.running, *self.waiting) if r.id == key]
-        shape = step_shape(d.mode, d.merged, rows, self.ranks)
-        self.now += H200_7B.step(shape) or 0.01
-        self.mode, self.merged = d.mode, d.merged
-        for request, _ in rows:
-            if not request.running:
-                self.waiting.remove(request)
-                self.running.append(request)
-                request.running = True
-            request.held += request.pages
-            request.pages = 0
-        for adapter in d.prefetch:
-            self.loading[adapter] = self.load_steps
-        self.evict()
-        for request, tokens in rows:
-            if request.prompt_left:
-                request.prompt_left -= tokens
-                request.kv_tokens += tokens
-                if not request.prompt_left:
-                    request.output_left = max(0, request.output_left - 1)
-            else:
-                request.kv_tokens += 1
-                request.output_left -= 1
-            if not request.prompt_left and request.output_left <= 0:
-                self.running.remove(request)
-                self.ended[request.id] = self.now
-                self.policy.finished(request.id)
-            else:
-                full = request.kv_tokens >= request.held * PAGE
-                request.pages = int(full and not request.prompt_left)
 
-    def evict(self):
-        """Idle adapters go while there are too few pages."""
-        held = sum(r.held for r in self.running)
-        wanted = {r.adapter for r in self.waiting}
-        idle = [a for a in self.resident if a not in self.pinned_adapters()]
-        for adapter in sorted(idle, key=lambda a: a in wanted):
-            used = {*self.resident, *self.loading}
-            if held + sum(self.adapter_pages[a] for a in used) <= self.limits.free_pages:
-                break
-            self.resident.remove(adapter)
-
-    def run(self, most):
-        while self.coming or self.running or self.waiting:
-            if not self.running and not self.waiting:
-                self.now = max(self.now, self.coming[0].arrival)
-            self.step()
-            assert self.steps <= most, f"{len(self.running)} run, {len(self.waiting)} wait"
-
-
-def request(i, adapter, arrival=0.0, prompt=5, output=3, rank=8, adapter_pages=2, **more):
-    rank, adapter_pages = (rank, adapter_pages) if adapter else (0, 0)
-    more |= {"output_left": output, "pages": -(-(prompt + 1) // PAGE)}
-    return RequestView(f"r{i}", adapter, rank, arrival, prompt, adapter_pages=adapter_pages, **more)
+def request(i, adapter, arrival=0.0):
+    rank, pages = (8, 2) if adapter else (0, 0)
+    return RequestView(f"r{i}", adapter, rank, arrival, 5, 0, 3, pages=2, adapter_pages=pages)
 
 
 @dataclass(frozen=True)
@@ -222,6 +150,7 @@ class World:
         load_steps: Steps that loading an adapter takes.
         switchable: Adapters that can be merged, None for all.
         block: Tokens that a step computes all or none of: those of each image in longer prompts.
+        clients: Client of each request, in the order of arrival; none where adapters are charged.
     """
 
     requests: list[tuple[str | None, float, int, int, float | None]]
@@ -229,24 +158,11 @@ class World:
     load_steps: int
     switchable: frozenset[str] | None = None
     block: int = 0
+    clients: tuple[str, ...] = ()
 
     def blocks(self, prompt):
         size = self.block
         return [(at, at + size) for at in range(1, prompt - size + 1, size + 2)] if size else ()
-
-    def views(self):
-        found = []
-        for i, (adapter, arrival, prompt, output, limit) in enumerate(self.requests):
-            more = {"latency_limit": limit, "client": adapter, "pair": is_pair(adapter)}
-            sizes = (arrival, prompt, output, *size(adapter))
-            found.append(request(i, adapter, *sizes, blocks=self.blocks(prompt), **more))
-        return found
-
-    def machine(self, policy):
-        return Machine(
-            policy, self.views(), StepLimits(*self.limits), load_steps=self.load_steps,
-            switchable=self.switchable,
-        )  # fmt: skip
 
     @property
     def bound(self):
@@ -316,7 +232,6 @@ SETTINGS = {
     "abort early": ABORT(slo=0.05),
     "abort soon": ABORT(slo=0.001),
 }
-SLOW = (HealthCheck.too_slow,)
 
 
 PREEMPTED_FOR_EVER = World(
@@ -335,18 +250,19 @@ early abort the younger one was admitted first, and so on for ever."""
 
 @pytest.mark.parametrize("name", POLICIES)
 @example(PREEMPTED_FOR_EVER, "abort")
-@examples(32, suppress_health_check=SLOW)
+@examples(32, suppress_health_check=(HealthCheck.too_slow,))
 @given(world=worlds(limited=True), chosen=st.sampled_from(sorted(SETTINGS)))
 def test_limits_hold_and_everybody_is_served_or_aborted_once(name, world, chosen):
-    machine = world.machine(make_policy(name, H200_7B, SETTINGS[chosen]))
+    machine = Machine(make_policy(name, H200_7B, SETTINGS[chosen]), world, world.bound)
     with explained(machine):
-        machine.run(most=world.bound)
-        assert {*machine.ended, *machine.aborted} == {r.id for r in world.views()}
-        assert not set(machine.ended) & set(machine.aborted)
-        assert SETTINGS[chosen].early_abort or not machine.aborted
-        # Nothing leaks; what was loaded for the aborted may still be on its way.
-        left = {machine.merged, *(machine.loading if machine.aborted else ())} - {None}
-        assert machine.pinned() == sum(machine.adapter_pages[adapter] for adapter in left)
+        machine.run()
+        ended = np.flatnonzero(~np.isnan(machine.end)).tolist()
+        assert sorted(ended + machine.gone) == [*range(len(world.requests))]
+        assert SETTINGS[chosen].early_abort or not machine.gone
+        # Nothing leaks.
+        assert not machine.pool.count(Owner.KV) and not machine.adapters.wanted
+        pins = {key: one.users for key, one in machine.adapters._entries.items() if one.users}
+        assert pins == ({machine.merged: 1} if machine.merged else {})
 
 
 SMALLEST = [
@@ -369,9 +285,9 @@ def test_everybody_is_served_within_the_smallest_limits(name, abort):
             queue = [(a, i * later, p, o, d) for i, (a, _, p, o, d) in enumerate(world.requests)]
             shifted = replace(world, requests=queue)
             policy = make_policy(name, H200_7B, PolicySettings(early_abort=abort, slo=1.0))
-            machine = shifted.machine(policy)
-            machine.run(most=shifted.bound)
-            assert len(machine.ended) + len(machine.aborted) == len(queue), shifted
+            machine = Machine(policy, shifted, shifted.bound)
+            machine.run()
+            assert np.isfinite(machine.end).sum() + len(machine.gone) == len(queue), shifted
 
 
 class ByName(BasePolicy):
@@ -393,15 +309,17 @@ def policy_of(name, **settings):
 @pytest.mark.parametrize("name", ["by_name", *(p for p in POLICIES if p != "dlora")])
 def test_a_stream_of_the_popular_adapter_starves_nobody(name, most, gap, clusters):
     """One request for another adapter, then the popular one's keep coming for 20 s."""
-    policy = policy_of(name, patience=1.0, clusters=clusters)
-    popular = [request(i, "hot", i * gap, prompt=8, output=20) for i in range(2000)]
-    rare = request(5000, "rare", 0.1, prompt=8, output=20)
-    limits = StepLimits(most, 256, 2000, 8, 256)
-    machine = Machine(policy, [*popular, rare], limits)
-    while rare.id not in machine.ended:
-        machine.step()
+    requests = [("a0", i * gap, 8, 20, None) for i in range(2000)] + [("a1", 0.1, 8, 20, None)]
+    world = World(requests, (most, 256, 2000, 8, 256), 1)
+    machine = Machine(policy_of(name, patience=1.0, clusters=clusters), world)
+    rare = machine.workload.adapter.tolist().index(1)
+    for index, at in enumerate(machine.arrivals):
+        machine.advance(at)
+        machine.submit(index)
+        if not math.isnan(machine.end[rare]):
+            break
     # Patience and its own 20 steps; merge-only first ends what came before.
-    assert machine.ended[rare.id] - rare.arrival < 3.0
+    assert machine.end[rare] - 0.1 < 3.0
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -115,7 +115,7 @@ def test_policies_and_systems_may_have_costs_of_their_own(tmp_path):
 @pytest.mark.parametrize("more", [[], ["--replicas", "2"]])
 def test_shares_are_simulated_with_policies_that_keep_them(more, tmp_path, capsys):
     """The table of the others looked as if they had not been kept."""
-    few = ["--duration", "1", "--rates", "4", "--adapters", "2", "--shares", "adapter-1=2", *more]
+    few = ["--duration", "1", "--rates", "4", "--adapters", "2", "--shares", "base=2", *more]
     assert main([*few, "--policies", "cost", "dlora"]) == 1
     assert "valora-sim: --shares: policy dlora keeps no shares" in capsys.readouterr().err
     out = tmp_path / "out.json"

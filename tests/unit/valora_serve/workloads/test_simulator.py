@@ -216,17 +216,6 @@ def test_a_schedule_of_replicas_by_hand():
     assert report.balance == pytest.approx(1)
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("slots", [2, 3])
-def test_few_slots_are_never_exceeded_and_everything_ends(name, slots):
-    work = traces.at_once(40, adapters=9, skew=0.3, lengths=(4, 40), seed=5)
-    policy, most = make_policy(name, H200_7B), []
-    decide = policy.decide
-    policy.decide = lambda view: most.append(len(view.resident) + len(view.loading)) or decide(view)
-    report = simulate(work, policy, H200_7B, SimSettings(slots=slots))
-    assert (report.finished, max(most)) == (40, slots) and report.loads >= 9
-
-
 def test_the_router_sees_what_it_would_see_of_real_replicas():
     seen = []
 

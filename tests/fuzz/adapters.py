@@ -4,8 +4,6 @@ Each must be refused with one sentence, or served without changing what others a
 asked at the same time stays the same, and what is asked alone afterwards is equal bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -6,8 +6,6 @@ what was done, and a function that sends it, returns its outcomes and raises if 
 hold.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import http.client

@@ -1,7 +1,5 @@
 """Changed and forged images and videos in chat requests: a text or one sentence answers each."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -1,7 +1,5 @@
 """Changes to files, and JSON texts that cost a careless reader much: of all fuzzers."""
 
-from __future__ import annotations
-
 import struct
 
 EXTREMES = (0, 1, 2, 3, 255, 256, 16383, 16384, 32767, 40000, 65535, 65536, 2**24 - 1, 2**31 - 1,

@@ -1,7 +1,5 @@
 """Hostile requests, written by hand: no 5xx but 503 and 504, every error in OpenAI's format."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

@@ -4,8 +4,6 @@ Every answer must be the one that was given alone, or a clear refusal. In the en
 left: no pages, threads, open files or memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import random

@@ -1,7 +1,5 @@
 """A server with adapters and bundles, and what its tenants ask: each has one right answer."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 from dataclasses import dataclass

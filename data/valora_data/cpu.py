@@ -35,11 +35,9 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def ahead(
-    items: Iterable[T],
-    work: Callable[[T], Found],
-    key: Callable[[T], Any] = id,
+    items: Iterable[T], work: Callable[[T], Found], key: Callable[[T], Any] = id,
     weight: Callable[[T], int] = lambda _: 1,
-) -> Iterator[tuple[T, Future[Found]]]:
+) -> Iterator[tuple[T, Future[Found]]]:  # fmt: skip
     """Each item with the result of its work, done ahead on all cores; equal keys share one."""
     coming, threads, held = iter(items), usable_cores(), 0
     waiting: deque[tuple[T, Future[Found]]] = deque()

@@ -32,11 +32,12 @@ from tests.bench.base_models.questions import (
     caption_phrases,
     read_boxes,
 )
+from tests.bench.base_models.records import RECORD_TOKENS
 from tests.bench.base_models.scenes import MAX_THINGS, Scene, draw_scene
 from valora_data.contract.boxes import decode
 from valora_data.contract.contexts import system_turn
 from valora_data.models import smol
-from valora_data.sources.formats.documents import RECORD_TOKENS, draw_document
+from valora_data.sources.formats.documents import draw_document
 from valora_data.sources.generic.scenes import SIZE
 
 GRID = (CELLS, CELLS)

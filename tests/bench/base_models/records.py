@@ -17,18 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from valora_data.sources.formats.documents import (
-    KEYS,
-    LINKED_WORDINGS,
-    RECORD_TOKENS,
-    VALUES,
-    WORDINGS,
-)
+from valora_data.sources.formats.documents import KEYS, LINKED_WORDINGS, VALUES, WORDINGS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from torch import Tensor
 
+RECORD_TOKENS = 17  # of all facts about a letter with valora-tiny's tokenizer
 LETTER_TOKENS = (0, 5, 9, 13, RECORD_TOKENS)
 """Tokens of facts about a letter, by their number, at most."""
 TURN_TOKENS = 11

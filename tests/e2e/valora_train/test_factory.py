@@ -241,8 +241,7 @@ def test_a_fusion_whose_run_was_lost_is_exported_with_a_new_one(copied, data):
 def test_two_at_once_export_one_bundle(copied, data, tmp_path):
     shutil.rmtree(copied / "bundles")
     both = [valora_train(copied, data, log=tmp_path / f"{number}.txt") for number in range(2)]
-    said = "".join(map(finish, both))
-    assert said.count("bundles/own  up to date") == 1
+    assert "".join(map(finish, both)).count("bundles/own  up to date") == 1
     assert [path.name for path in (copied / "bundles").iterdir()] == ["own"]
     assert read_bundle(copied / "bundles" / "own").version == 1
 

@@ -212,7 +212,7 @@ class LabelStudioFormat(AnnotatedFormat):
                 if not source.task.spec.detects:
                     values = [one["value"] for one in results]
                     chosen = [label for value in values for label in value.get("choices", ())]
-                    yield Record((path,), key.as_posix(), answer=Answer(label=_only(chosen)))
+                    yield Record((path,), key.as_posix(), answer=Answer(label=_only_label(chosen)))
                     continue
                 found = [one for one in results if str(one.get("type", "")).endswith("labels")]
                 sizes = [(one.get("original_width"), one.get("original_height")) for one in found]
@@ -253,8 +253,7 @@ def _image_path(entry: Result, columns: Mapping[str, str]) -> str:
     raise KeyError("image (source.columns.image names another key)")
 
 
-def _only(labels: Any) -> str:
-    """The one label of a list."""
+def _only_label(labels: Any) -> str:
     if not isinstance(labels, list) or len(labels) != 1 or not isinstance(labels[0], str | int):
         raise ValueError(f"expected one label, got {labels}")
     return str(labels[0])
@@ -262,7 +261,7 @@ def _only(labels: Any) -> str:
 
 def _studio_shape(result: Result) -> Shape:
     value = result["value"]
-    label = _only(value.get(str(result["type"])) or value.get("labels"))
+    label = _only_label(value.get(str(result["type"])) or value.get("labels"))
     if result.get("image_rotation") or value.get("rotation"):
         raise ValueError("the image or the box is turned, draw it upright")
     if "points" in value:

@@ -177,7 +177,6 @@ LINKED_WORDINGS = {
     if given != asked
 }
 KEYS = range(100, 1000)  # Numbers of letters
-RECORD_TOKENS = 17  # Tokens of all facts about a letter with valora-tiny's tokenizer
 
 
 class Fact(NamedTuple):

@@ -100,9 +100,8 @@ class YoloSet:
         names = {key: str(name) for key, name in found.items()}
         for name in found.values():
             if isinstance(name, bool | None) or [*names.values()].count(str(name)) > 1:
-                text = f"{self.name}: {name} names several classes, or is what YAML reads yes, no,"
-                text += " on, off or null as: give each class a name of its own, those in quotes"
-                raise DataError(text)
+                text = f"{self.name}: {name} names two classes, or is how YAML reads no, on or null"
+                raise DataError(f"{text}: rename one of them, or put the name in quotes")
         return names
 
     @cached_property

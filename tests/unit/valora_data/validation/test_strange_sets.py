@@ -262,7 +262,7 @@ REFUSED = {
     "none of the 4 val samples has an object": partial(empty, "val"),
     "False names .*in quotes": lambda file: edit(file, names=[False, True]),
     "None names .*in quotes": lambda file: edit(file, names={0: "red", 1: "blue", 2: None}),
-    "red names several classes": lambda file: edit(file, names=["red", "blue", "red"]),
+    "red names two classes": lambda file: edit(file, names=["red", "blue", "red"]),
     "no category 'blue', only red, pig": lambda file: edit(file, names=["red", "pig"]),
     "has no 'names'": lambda file: edit(file, names=None),
     r"kpt_shape \[5\] is not": lambda file: edit(file, kpt_shape=[5]),

@@ -167,14 +167,11 @@ def test_a_store_that_cannot_be_used_is_one_sentence(paths, tmp_path, damage, me
 
 
 def test_a_store_whose_making_was_cut_off_is_made_by_the_next_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     paths = PathSettings(work=str(tmp_path / "work"), tracking=f"sqlite:///{tmp_path}/mlflow.db")
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(TrackingError, match="free some space"):
         patch.setattr(store, "_upgrade_db", mock.Mock(side_effect=OSError("no space left")))
-        with pytest.raises(TrackingError, match="free some space"):
-            tracking.try_store(paths, "valora/own")
+        tracking.try_store(paths, "valora/own")
     tracking.try_store(paths, "valora/own")
-    assert mlflow.get_experiment_by_name("valora/own").artifact_location == f"{tmp_path}/mlruns/1"
     assert {path.name for path in tmp_path.iterdir()} == {"work", "mlflow.db"}
 
 

@@ -11,17 +11,17 @@ ROOT = Path(__file__).parents[2]
 BENCH = "tests/bench"
 BUDGETS = {
     "valora_train": 10_775,
-    "data/valora_data": 9_359,
+    "data/valora_data": 9_354,
     "teachers/valora_teachers": 1_611,
     "kernels/valora_kernels": 3_762,
     "valora_serve": 25_012,
-    "tests/*/valora_train": 7_156,
+    "tests/*/valora_train": 7_152,
     "tests/*/valora_data": 3_602,
     "tests/*/valora_teachers": 1_153,
     "tests/*/valora_kernels": 1_935,
     "tests/*/valora_serve": 22_766,
     "tests/unit/bench": 1_581,
-    BENCH: 12_936,
+    BENCH: 12_932,
 }
 
 

@@ -41,8 +41,8 @@ def _distinct(values: list[str]) -> list[str]:
 
 
 Split = Literal["train", "unlabelled", "val", "test"]
-Whole = Annotated[int, Field(ge=0, le=1_000_000_000)]  # what is larger would never end
-Count = Annotated[Whole, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, le=1_000_000_000)]  # what is larger would never end
+Whole = Annotated[int, Field(ge=0, le=1_000_000_000)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Positive = Annotated[float, Field(gt=0)]
 Weight = Annotated[float, Field(ge=0)]

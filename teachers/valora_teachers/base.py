@@ -156,7 +156,7 @@ class Teacher(ABC):
         """The answer by a score of each label, scaled to probabilities; none if all are 0."""
         if not any(soft):
             return Answer()
-        total = sum(soft) or nan
+        total = sum(soft) or nan  # of scores that cancel out: no answer may hold NaN
         shares = tuple(share / total for share in soft)
         best = max(range(len(soft)), key=soft.__getitem__)
         return Answer.chosen(self.task, self.labels[best], shares)
